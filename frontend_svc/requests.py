@@ -257,6 +257,9 @@ class Requests:
             pull=chosen.pull,
             adapter_version=stream.adapter_version,
         )
+        if stream.first_answer_s != stream.arrived_s:
+            # Of an answer that came from another front end, the arrival here says nothing.
+            submit.waited_s = time.monotonic() - stream.arrived_s
         if stream.first_answer_s is not None:
             submit.answer_tokens = stream.accepted - stream.first_answer_index
             submit.answering_s = time.monotonic() - stream.first_answer_s

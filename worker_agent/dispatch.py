@@ -107,6 +107,7 @@ class Admission:
                 submission.frontend_id,
                 submission.epoch,
                 submission.traceparent,
+                None if submission.waited_s is None else time.monotonic() - submission.waited_s,
             )
             running.pace.recover(
                 submission.answer_tokens,
@@ -248,11 +249,13 @@ class Dispatcher:
             suspect=submit.suspect,
             pull=_pull(submit),
             adapter_version=submit.adapter_version,
+            waited_s=submit.waited_s if submit.HasField("waited_s") else None,
         )
-        if not 0.0 <= submit.answering_s < math.inf:
-            log.warning("refused %s: answering_s is %s", submit.request_id, submit.answering_s)
-            front_end.send(_failed(submission))
-            return
+        for field in ("answering_s", "waited_s"):
+            if not 0.0 <= (seconds := getattr(submit, field)) < math.inf:
+                log.warning("refused %s: %s is %s", submit.request_id, field, seconds)
+                front_end.send(_failed(submission))
+                return
         try:
             if not self._imports.supersede_by(submission):
                 self._admission.submit(submission)

@@ -28,6 +28,8 @@ class _Gone:
     epoch: int
     output_tokens: int
     time_s: float
+    answered: monitor_pb2.Answered | None
+    moved_to: str
 
 
 class PhaseEvents:
@@ -58,13 +60,18 @@ class PhaseEvents:
             self._changed[request_id] = None
         self.wakeup.set()
 
-    def gone(self, request: RunningRequest, output_tokens: int = 0) -> None:
+    def gone(
+        self,
+        request: RunningRequest,
+        output_tokens: int = 0,
+        answered: monitor_pb2.Answered | None = None,
+        moved_to: str = "",
+    ) -> None:
         """Record that a request has left this instance: finished, aborted or moved. `output_tokens`: if
-        known."""
+        known; `answered`, `moved_to`: as in PhaseEvent."""
         self._changed.pop(request.request_id, None)
-        self._gone.append(
-            _Gone(request.request_id, request.frontend_id, request.epoch, output_tokens, time.time())
-        )
+        left = (request.request_id, request.frontend_id, request.epoch, output_tokens, time.time())
+        self._gone.append(_Gone(*left, answered, moved_to))
         self.wakeup.set()
 
     def take(self, requests: list[RequestStats], running: RunningRequests) -> list[monitor_pb2.PhaseEvent]:
@@ -79,6 +86,8 @@ class PhaseEvents:
                 phase=types_pb2.PHASE_UNSPECIFIED,
                 output_tokens=left.output_tokens,
                 time_s=left.time_s,
+                answered=left.answered,
+                moved_to_instance_id=left.moved_to,
             )
             for left in gone
         ]

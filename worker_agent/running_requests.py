@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tailrace.qoe import PacerState, TokenPacer, TokenRun
 from tailrace.slo import READING_S
-from tailrace.v1 import worker_pb2
+from tailrace.v1 import monitor_pb2, worker_pb2
 from worker_agent.engine.base import RequestKey
 
 # Track how a user can read an answer: pacer slack and QoE (tailrace/qoe.py).
@@ -39,6 +39,18 @@ class AnswerPace:
     def qoe(self) -> float:
         """Return the QoE of the counted tokens, in (0, 1]."""
         return self._pacer.qoe()
+
+    def answered(self, arrived_s: float, output_tokens: int) -> monitor_pb2.Answered:
+        """Return how the counted tokens came, for a request that arrived at `arrived_s` on this clock; only
+        after `begin`."""
+        pacer = self._pacer
+        gaps = pacer.ready - 1
+        return monitor_pb2.Answered(
+            ttft_s=max(0.0, pacer.first_s - arrived_s),
+            tpot_s=(self._sampled_s - pacer.first_s) / gaps if gaps else 0.0,
+            qoe=pacer.qoe(),
+            reasoning_tokens=max(0, output_tokens - pacer.ready),
+        )
 
     def begin(self, first_index: int, now_s: float) -> None:
         """Record the first answering token; later calls do nothing."""
@@ -108,6 +120,8 @@ class RunningRequest:
     frontend_id: str
     epoch: int
     traceparent: str = ""
+    # When it arrived at its front end, on this machine's monotonic clock; None: not known.
+    arrived_s: float | None = None
     pace: AnswerPace = field(default_factory=_pace, compare=False)
 
 
@@ -126,10 +140,17 @@ class RunningRequests:
         return len(self._by_key)
 
     def add(
-        self, key: RequestKey, request_id: str, frontend_id: str, epoch: int, traceparent: str = ""
+        self,
+        key: RequestKey,
+        request_id: str,
+        frontend_id: str,
+        epoch: int,
+        traceparent: str = "",
+        arrived_s: float | None = None,
     ) -> RunningRequest:
-        """Add a request."""
-        request = RunningRequest(request_id, frontend_id, epoch, traceparent, AnswerPace(self._reading_s()))
+        """Add a request. `arrived_s`: as in RunningRequest."""
+        pace = AnswerPace(self._reading_s())
+        request = RunningRequest(request_id, frontend_id, epoch, traceparent, arrived_s, pace)
         self.remove(key)
         self._by_key[key] = self._by_id[request_id] = request
         return request

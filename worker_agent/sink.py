@@ -182,14 +182,18 @@ class FrontEndSink:
         self, key: RequestKey, running: RunningRequest, flags: int, output_tokens: int
     ) -> None:
         self._running.remove(key)
-        self._events.gone(running, output_tokens)
         if flags & OutputFlag.FAILED:
+            self._events.gone(running, output_tokens)
             self._metrics.finished["failed"] += 1
             return
         self._metrics.finished["finished"] += 1
+        answered = None
         if running.pace.begun:
             running.pace.count(output_tokens, time.monotonic())
             self._metrics.qoe.observe(running.pace.qoe)
+            if running.arrived_s is not None:
+                answered = running.pace.answered(running.arrived_s, output_tokens)
+        self._events.gone(running, output_tokens, answered)
 
 
 def _message(columns: StepColumns) -> worker_pb2.AttachDown:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tailrace.cache.index import Tier
 from tailrace.cluster import InstanceView, Phase, RequestView, Stage
+from tailrace.control.recent_answers import Recent
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.reported_instance import ReportedInstance
 from tailrace.messages import (
@@ -20,11 +21,12 @@ from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
 from tailrace.records import PolicyRecord
 from tailrace.service.tasks import in_slices
+from tailrace.slo import Slo
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, monitor_pb2, types_pb2
 
 
-async def instance_infos(state: ReportedCluster, now_s: float) -> list[admin_pb2.InstanceInfo]:
+async def instance_infos(state: ReportedCluster, slo: Slo, now_s: float) -> list[admin_pb2.InstanceInfo]:
     """Return all instances; `now_s` is the scheduler's monotonic clock.
 
     For a large fleet that takes long, and is done in slices between which placements get their turn.
@@ -34,7 +36,7 @@ async def instance_infos(state: ReportedCluster, now_s: float) -> list[admin_pb2
         phases[location.instance_id].append(location.phase)
     view = state.view()
     return [
-        _instance_info(state, tracked, instance, phases[name], now_s)
+        _instance_info(state, tracked, instance, phases[name], slo, now_s)
         async for name, instance in in_slices(view.instances.items())
         # It may have left meanwhile.
         if (tracked := state.tracked(name)) is not None
@@ -46,6 +48,7 @@ def _instance_info(
     tracked: ReportedInstance,
     view: InstanceView,
     phases: Sequence[Phase],
+    slo: Slo,
     now_s: float,
 ) -> admin_pb2.InstanceInfo:
     name = view.instance_id
@@ -86,6 +89,22 @@ def _instance_info(
         ranks=[admin_pb2.RankInfo(process=rank.process, hardware=rank.hardware) for rank in record.ranks],
         tensor_parallel_size=record.tensor_parallel_size,
         pipeline_parallel_size=record.pipeline_parallel_size,
+        recent=recent_figures(state.recent.of(name, now_s), slo),
+    )
+
+
+def recent_figures(recent: Recent, slo: Slo) -> admin_pb2.RecentFigures:
+    """Return what happened of late to one instance or to all."""
+    (ttft_p50_s, ttft_p99_s), (tpot_p50_s, tpot_p99_s) = recent.ttft_s(), recent.tpot_s()
+    return admin_pb2.RecentFigures(
+        answers=len(recent.answers),
+        ttft_ms_p50=1e3 * ttft_p50_s,
+        ttft_ms_p99=1e3 * ttft_p99_s,
+        tpot_ms_p50=1e3 * tpot_p50_s,
+        tpot_ms_p99=1e3 * tpot_p99_s,
+        slo_attainment=recent.attainment(slo),
+        moves_in=recent.moves_in,
+        moves_out=recent.moves_out,
     )
 
 

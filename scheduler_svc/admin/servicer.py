@@ -85,8 +85,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListInstancesRequest, admin_pb2.ListInstancesReply],
     ) -> admin_pb2.ListInstancesReply:
         """List instances in id order."""
-        infos = await listing.instance_infos(self._state, time.monotonic())
-        return admin_pb2.ListInstancesReply(instances=infos)
+        now_s, slo = time.monotonic(), self._active.slo
+        return admin_pb2.ListInstancesReply(
+            instances=await listing.instance_infos(self._state, slo, now_s),
+            recent=listing.recent_figures(self._state.recent.of_all(now_s), slo),
+        )
 
     async def ListRequests(
         self,

@@ -10,7 +10,7 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +28,7 @@ from tailrace.cli.output import Output, console, fit, full_width, output_option,
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.request_pages import Listing, first_page
 from tailrace.cli.tables import (
+    NOTHING,
     REQUEST,
     SHRINKING,
     bytes_text,
@@ -40,6 +41,7 @@ from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
     ListPoliciesRequest,
+    RecentFigures,
     RequestInfo,
     RequestOrder,
 )
@@ -57,6 +59,34 @@ _ID_WIDTH: Final = 28
 _SHRINKING: Final = {**SHRINKING, "MIGRATION OF": SHRINKING[REQUEST], "KV": 2}
 
 
+_QUIT: Final = "q"
+_SORT: Final = "s"
+
+
+def _kv_share(instance: InstanceInfo) -> float:
+    return instance.kv_blocks_used / max(1, instance.kv_blocks_total)
+
+
+def _missed(instance: InstanceInfo) -> float:
+    """Return the share of the last minute's answers that missed an SLO."""
+    return 1.0 - instance.recent.slo_attainment if instance.recent.answers else 0.0
+
+
+# Orders of instances, each by the largest first, of an instance and its tokens per second; None: as listed.
+_ORDERS: Final[Mapping[str, Callable[[InstanceInfo, float], float] | None]] = {
+    "name": None,
+    "kv": lambda i, _: _kv_share(i),
+    "running": lambda i, _: i.running,
+    "waiting": lambda i, _: i.waiting,
+    "ttft": lambda i, _: i.recent.ttft_ms_p99,
+    "tpot": lambda i, _: i.recent.tpot_ms_p99,
+    # The lowest attainment first.
+    "slo": lambda i, _: _missed(i),
+    "moves": lambda i, _: i.recent.moves_in + i.recent.moves_out,
+    "tokens": lambda _, tokens_per_s: tokens_per_s,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The replies of the admin API at one time (`taken_s`: monotonic seconds)."""
@@ -68,28 +98,35 @@ class Sample:
     requests: tuple[RequestInfo, ...]
     requests_total: int
     migrations: tuple[MigrationRecord, ...]
+    # Of the whole fleet; None: a scheduler that does not tell.
+    recent: RecentFigures | None = None
 
 
 @click.command(epilog="Example: tailrace top --once")
 @click.option("--once", is_flag=True, help="Print one frame and exit.")
+@click.option(
+    "--sort", type=click.Choice(list(_ORDERS)), default="name", show_default=True, help="Order of instances."
+)
 @output_option()
 @admin_option
-def top(once: bool, output: Output, admin: str | None) -> None:
-    """Show instances, requests and recent migrations, refreshed every second until q or Ctrl-C.
+def top(once: bool, sort: str, output: Output, admin: str | None) -> None:
+    """Show instances, requests and recent migrations every second, until q or Ctrl-C; s changes the order.
 
-    Of a large fleet: the 32 instances with the most KV in use, and the 20 oldest requests. With -o json: one
-    object per refresh, with the same requests and migrations, and all instances.
+    TTFT and TPOT (P50/P99), SLO attainment and moves (in/out) are of the last minute; -: no answers. Of a
+    large fleet: the 32 instances that are first in the order (by name: with the most KV in use), and the 20
+    oldest requests. With -o json: one object per refresh, with the same requests and migrations, and all
+    instances.
     """
     with connect(admin) as connection, connection.errors():
         history: deque[Sample] = deque([_sample(connection)], maxlen=_RATE_WINDOW)
         if once and output is Output.JSON:
             print_json(figures(history))
         elif once:
-            print_figures(frame(history))
+            print_figures(frame(history, sort=sort))
         elif output is Output.JSON:
             _lines(connection, history)
         else:
-            _live(connection, history)
+            _live(connection, history, sort)
 
 
 def _lines(admin: Admin, history: deque[Sample]) -> None:
@@ -102,23 +139,33 @@ def _lines(admin: Admin, history: deque[Sample]) -> None:
         return
 
 
-def _live(admin: Admin, history: deque[Sample]) -> None:
+def _live(admin: Admin, history: deque[Sample], sort: str) -> None:
     terminal = console()
     try:
         with (
             _reading_keys() as reading,
             Live(
-                frame(history, terminal.width),
+                frame(history, terminal.width, sort),
                 console=terminal,
                 auto_refresh=False,
                 screen=terminal.is_terminal,
             ) as live,
         ):
-            while not _quits(reading, _INTERVAL_S):
-                history.append(_sample(admin))
-                live.update(frame(history, terminal.width), refresh=True)
+            due_s = time.monotonic() + _INTERVAL_S
+            while (key := _key(reading, due_s)) != _QUIT:
+                if key == _SORT:
+                    sort = _next_order(sort)
+                else:
+                    history.append(_sample(admin))
+                    due_s = time.monotonic() + _INTERVAL_S
+                live.update(frame(history, terminal.width, sort), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+def _next_order(sort: str) -> str:
+    orders = list(_ORDERS)
+    return orders[(orders.index(sort) + 1) % len(orders)]
 
 
 @contextmanager
@@ -135,32 +182,32 @@ def _reading_keys() -> Iterator[bool]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _quits(reading: bool, seconds: float) -> bool:
-    """Wait; return at once, with True, if q is pressed."""
-    end_s = time.monotonic() + seconds
-    while (left_s := end_s - time.monotonic()) > 0:
+def _key(reading: bool, until_s: float) -> str:
+    """Return the key that is pressed by then, in lower case; "": none that means something."""
+    while (left_s := until_s - time.monotonic()) > 0:
         if not reading:
             time.sleep(left_s)
-        elif select.select([sys.stdin], [], [], left_s)[0] and os.read(sys.stdin.fileno(), 1) in (
-            b"q",
-            b"Q",
-            b"",
-        ):
-            return True
-    return False
+        elif select.select([sys.stdin], [], [], left_s)[0]:
+            # The end of the input is as good as q.
+            key = os.read(sys.stdin.fileno(), 1).decode(errors="replace").lower() or _QUIT
+            if key in (_QUIT, _SORT):
+                return key
+    return ""
 
 
 def _sample(admin: Admin) -> Sample:
     stub = admin.stub
     policies = stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
     oldest = first_page(stub, _OLDEST)
+    fleet = stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S)
     return Sample(
         taken_s=time.monotonic(),
         policy=next((policy.name for policy in policies if policy.active), "-"),
-        instances=tuple(stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances),
+        instances=tuple(fleet.instances),
         requests=tuple(oldest.requests),
         requests_total=oldest.total,
         migrations=_recent(stub),
+        recent=fleet.recent if fleet.HasField("recent") else None,
     )
 
 
@@ -186,6 +233,7 @@ def figures(history: deque[Sample]) -> dict[str, JsonValue]:
     return {
         "policy": now.policy,
         "tokens_per_s": sum(rates.values()),
+        "recent": None if now.recent is None else to_plain(now.recent),
         "instances": instances,
         "requests": to_plain_list(now.requests),
         "requests_total": now.requests_total,
@@ -193,9 +241,9 @@ def figures(history: deque[Sample]) -> dict[str, JsonValue]:
     }
 
 
-def frame(history: deque[Sample], width: int | None = None) -> RenderableType:
+def frame(history: deque[Sample], width: int | None = None, sort: str = "name") -> RenderableType:
     """Render the last sample, to fit `width` if one is given; rates are over the whole history (at least one
-    sample)."""
+    sample). `sort`: an order of instances."""
     now = history[-1]
     rates = token_rates(history[0], now)
     heading = Text.assemble(
@@ -203,14 +251,43 @@ def frame(history: deque[Sample], width: int | None = None) -> RenderableType:
         f"  policy {now.policy}  instances {len(now.instances)}  requests {now.requests_total}"
         f"  {sum(rates.values()):.0f} tokens/s",
     )
-    tables = [_instances(now, rates), _requests(now), _recent_migrations(now)]
+    tables = [_instances(now, rates, sort), _requests(now), _recent_migrations(now)]
     for table in tables:
         if width is None:
             full_width(table)
         else:
             fit(table, width, _SHRINKING)
     instances, requests, migrations = tables
-    return Group(heading, Text(), instances, Text(), requests, Text(), migrations)
+    return Group(heading, _last_minute(now.recent), Text(), instances, Text(), requests, Text(), migrations)
+
+
+def _last_minute(recent: RecentFigures | None) -> Text:
+    if recent is None:
+        return Text("last minute: the scheduler is older than this command and does not tell")
+    moves = f"  moves {recent.moves_in}"
+    if not recent.answers:
+        return Text(f"last minute: answers 0{moves}")
+    return Text(
+        f"last minute: answers {recent.answers}  TTFT {_ttft(recent)} ms  TPOT {_tpot(recent)} ms"
+        f"  SLO {_attainment(recent)}{moves}"
+    )
+
+
+def _ttft(recent: RecentFigures) -> str:
+    return f"{recent.ttft_ms_p50:.0f}/{recent.ttft_ms_p99:.0f}" if recent.answers else NOTHING
+
+
+def _tpot(recent: RecentFigures) -> str:
+    return f"{recent.tpot_ms_p50:.1f}/{recent.tpot_ms_p99:.1f}" if recent.answers else NOTHING
+
+
+def _attainment(recent: RecentFigures) -> str:
+    return f"{100 * recent.slo_attainment:.0f}%" if recent.answers else NOTHING
+
+
+def _moves(instance: InstanceInfo) -> str:
+    recent = instance.recent
+    return f"{recent.moves_in}/{recent.moves_out}" if instance.HasField("recent") else NOTHING
 
 
 def token_rates(first: Sample, last: Sample) -> dict[str, float]:
@@ -243,49 +320,57 @@ def _grid(*headings: tuple[str, bool]) -> Table:
     return table
 
 
-def _instances(sample: Sample, rates: dict[str, float]) -> Table:
+def _instances(sample: Sample, rates: dict[str, float], sort: str) -> Table:
+    # The most asked for first: a narrow view leaves columns out from the right.
     table = _grid(
         ("INSTANCE", False),
         ("STATE", False),
-        ("POOL", False),
         ("KV", False),
         ("", True),
         ("RUN", True),
         ("WAIT", True),
+        ("TTFT MS", True),
+        ("TPOT MS", True),
+        ("SLO", True),
+        ("MOVES", True),
+        ("TOKENS/S", True),
+        ("MS/TOKEN", True),
+        ("POOL", False),
         ("PREFILL", True),
         ("REASON", True),
         ("ANSWER", True),
-        ("TOKENS/S", True),
-        ("MS/TOKEN", True),
     )
-    for instance in _fullest(sample.instances):
+    for instance in _shown(sample.instances, rates, sort):
         share = _kv_share(instance)
         table.add_row(
             instance.instance_id,
             instance_word(instance.state),
-            pool_word(instance.pool),
             ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH),
             f"{100 * share:.0f}%",
             str(instance.running),
             str(instance.waiting),
+            _ttft(instance.recent),
+            _tpot(instance.recent),
+            _attainment(instance.recent),
+            _moves(instance),
+            f"{rates[instance.instance_id]:.0f}",
+            f"{instance.token_interval_ms:.1f}",
+            pool_word(instance.pool),
             str(instance.prefilling),
             str(instance.reasoning),
             str(instance.answering),
-            f"{rates[instance.instance_id]:.0f}",
-            f"{instance.token_interval_ms:.1f}",
         )
     return _with_more(table, len(sample.instances))
 
 
-def _fullest(instances: Sequence[InstanceInfo]) -> list[InstanceInfo]:
-    """Return the instances with the most KV in use, as many as are shown, in the order given."""
+def _shown(instances: Sequence[InstanceInfo], rates: dict[str, float], sort: str) -> list[InstanceInfo]:
+    """Return as many instances as are shown, in this order; by name those with the most KV in use."""
+    key = _ORDERS[sort]
+    if key is not None:
+        return heapq.nlargest(_INSTANCES, instances, key=lambda i: key(i, rates[i.instance_id]))
     places = range(len(instances))
     fullest = heapq.nlargest(_INSTANCES, places, key=lambda place: _kv_share(instances[place]))
     return [instances[place] for place in sorted(fullest)]
-
-
-def _kv_share(instance: InstanceInfo) -> float:
-    return instance.kv_blocks_used / max(1, instance.kv_blocks_total)
 
 
 def _requests(sample: Sample) -> Table:

@@ -42,6 +42,7 @@ from tailrace.control.events import (
 )
 from tailrace.control.hot_prefixes import HotTracker
 from tailrace.control.known_cache import KnownCache
+from tailrace.control.recent_answers import FinishedAnswer, RecentAnswers
 from tailrace.control.recording import (
     InstanceKnown,
     ModelKnown,
@@ -123,6 +124,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         # Which instance caches which prefix.
         self.cache = KnownCache()
         self.hot = HotTracker(self)
+        self.recent = RecentAnswers()
         self._locations: dict[str, RequestLocation] = {}
         # Open migrations by request: source, and target if known.
         self._migrating: dict[str, tuple[str, str | None]] = {}
@@ -238,6 +240,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             tracked[name] = known
         self._known = tracked
         self.cache.set_instances(members.instances)
+        self.recent.keep_instances(members.instances)
         self._groups = ModelGroups(members.instances)
         models = {record.model for record in members.instances.values()}
         self._demand = {model: window for model, window in self._demand.items() if model in models}
@@ -277,6 +280,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         for event in report.phase_events:
             if event.phase == types_pb2.PHASE_UNSPECIFIED:
                 self._count_finish(tracked, event, now_s)
+                self._count_recent(tracked, event, now_s)
                 tracked.finish(event.request_id)
                 self._request_left(event.request_id, report.instance_id)
             elif (entered := tracked.event(event)) is not None:
@@ -571,6 +575,16 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             self.count_finish(prompt_tokens, event.output_tokens, now_s)
             if (demand := self._demand_of(tracked.record.model, now_s)) is not None:
                 demand.finished(prompt_tokens, event.output_tokens, now_s)
+
+    def _count_recent(self, tracked: ReportedInstance, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
+        """Count an answer that finished here, or a move away, unless the event comes again."""
+        if tracked.prompt_tokens(event.request_id) is None:
+            return
+        instance_id = tracked.record.instance_id
+        if event.moved_to_instance_id in self._known:
+            self.recent.moved(instance_id, event.moved_to_instance_id, now_s)
+        if event.HasField("answered") and (answer := FinishedAnswer.of(event.answered)) is not None:
+            self.recent.finished(instance_id, answer, now_s)
 
     def _requests_reported(
         self,

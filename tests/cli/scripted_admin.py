@@ -20,6 +20,7 @@ class Script:
     """The replies and errors of the server."""
 
     instances: list[admin.InstanceInfo] = field(default_factory=list)
+    recent: admin.RecentFigures | None = None
     requests: list[admin.RequestInfo] = field(default_factory=list)
     migrations: list[migration_pb2.MigrationRecord] = field(default_factory=list)
     policies: list[admin.PolicyInfo] = field(default_factory=list)
@@ -62,7 +63,7 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self, request: admin.ListInstancesRequest, context: grpc.ServicerContext
     ) -> admin.ListInstancesReply:
         self._record("ListInstances", request, context)
-        return admin.ListInstancesReply(instances=self.script.instances)
+        return admin.ListInstancesReply(instances=self.script.instances, recent=self.script.recent)
 
     def ListRequests(
         self, request: admin.ListRequestsRequest, context: grpc.ServicerContext

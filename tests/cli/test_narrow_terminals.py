@@ -12,8 +12,8 @@ from tailrace.cli import output
 from tailrace.cli.output import fit, print_figures
 from tailrace.cli.tables import POLICIES, REQUESTS, SHRINKING
 from tailrace.cli.top import Sample, frame
-from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RequestInfo
-from tailrace.v1.types_pb2 import PHASE_ANSWERING
+from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RecentFigures, RequestInfo
+from tailrace.v1.types_pb2 import PHASE_ANSWERING, InstanceState
 
 REQUEST = RequestInfo(
     request_id="chatcmpl-0123456789abcdef-01234567",
@@ -62,6 +62,21 @@ def test_top_keeps_names_and_figures() -> None:
     lines = live(frame_of(instances), 80)
     assert any("worker-1" in line and " 1234 " in line for line in lines)
     assert any("worker-0" in line and "answering" in line and line.endswith("12.5 s") for line in lines)
+
+
+def test_top_has_slo_and_moves_at_80_columns() -> None:
+    recent = RecentFigures(
+        answers=9,
+        ttft_ms_p50=812.0,
+        ttft_ms_p99=2412.0,
+        tpot_ms_p50=21.4,
+        tpot_ms_p99=33.1,
+        slo_attainment=0.5,
+    )
+    instance = InstanceInfo(instance_id="worker-0", running=12, kv_blocks_total=100, recent=recent)
+    instance.state = InstanceState.INSTANCE_STATE_ACTIVE
+    rows = [line for line in live(frame_of((instance,)), 80) if line.startswith("worker-0")]
+    assert {"812/2412", "21.4/33.1", "50%", "0/0"} <= set(rows[0].split()) and len(rows[0]) <= 80
 
 
 def frame_of(instances: tuple[InstanceInfo, ...]) -> RenderableType:

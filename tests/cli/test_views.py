@@ -15,7 +15,13 @@ from rich.console import Console
 from tailrace.cli.main import main
 from tailrace.cli.tables import Column, View
 from tailrace.cli.top import Sample, token_rates
-from tailrace.v1.admin_pb2 import REQUEST_ORDER_OLDEST, InstanceInfo, ListRequestsRequest, RequestInfo
+from tailrace.v1.admin_pb2 import (
+    REQUEST_ORDER_OLDEST,
+    InstanceInfo,
+    ListRequestsRequest,
+    RecentFigures,
+    RequestInfo,
+)
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
 
@@ -39,6 +45,48 @@ def test_top_as_json_has_the_same_figures(run: Run) -> None:
     assert [i["instance_id"] for i in document["instances"]] == ["worker-0", "worker-1"]
     assert {r["phase"] for r in document["requests"]} >= {"answering"}
     assert document["migrations"][0]["state"] == "committed"
+
+
+RECENT = RecentFigures(
+    answers=8,
+    ttft_ms_p50=120.0,
+    ttft_ms_p99=450.0,
+    tpot_ms_p50=11.0,
+    tpot_ms_p99=30.5,
+    slo_attainment=0.75,
+    moves_in=3,
+    moves_out=2,
+)
+
+
+def test_top_shows_the_last_minute(run: Run, script: Script) -> None:
+    script.recent = RECENT
+    script.instances[0].recent.CopyFrom(RECENT)
+    result = run("top", "--once")
+    assert "answers 8  TTFT 120/450 ms  TPOT 11.0/30.5 ms  SLO 75%  moves 3" in result.stdout
+    lines = result.stdout.splitlines()
+    (busy,) = (line.split() for line in lines if line.startswith("worker-0"))
+    (idle,) = (line.split() for line in lines if line.startswith("worker-1"))
+    assert {"120/450", "11.0/30.5", "75%", "3/2"} <= set(busy)
+    assert not {"120/450", "75%", "3/2"} & set(idle)
+    assert json.loads(run("top", "--once", "-o", "json").stdout)["recent"]["answers"] == 8
+
+
+def test_top_of_an_older_scheduler_has_no_last_minute(run: Run) -> None:
+    shown = run("top", "--once").stdout
+    assert "does not tell" in shown and "TTFT 0" not in shown
+    assert json.loads(run("top", "--once", "-o", "json").stdout)["recent"] is None
+
+
+@pytest.mark.parametrize(("order", "first"), [("name", "worker-0"), ("slo", "late"), ("moves", "busy")])
+def test_top_sorts_instances(run: Run, script: Script, order: str, first: str) -> None:
+    script.instances += [
+        InstanceInfo(instance_id="busy", recent=RecentFigures(moves_in=9, moves_out=1)),
+        InstanceInfo(instance_id="late", recent=RecentFigures(answers=4, slo_attainment=0.25)),
+    ]
+    lines = run("top", "--once", "--sort", order).stdout.splitlines()
+    heading = next(at for at, line in enumerate(lines) if line.startswith("INSTANCE"))
+    assert lines[heading + 1].split()[0] == first
 
 
 def test_top_works_without_a_migration_service(run: Run, script: Script) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tailrace.cluster import Pool
 from tailrace.policy.cascade.layout import tiles
 from tailrace.security.roles import Role
-from tailrace.v1 import migration_pb2, types_pb2, worker_pb2
+from tailrace.v1 import admin_pb2, migration_pb2, types_pb2, worker_pb2
 from tailrace.v1.worker_pb2_grpc import WorkerStub
 from tests.live.fleet import Fleet
 from tests.waiting import WAIT_S
@@ -39,6 +39,35 @@ async def _reasoning_ends_beside_others(fleet: Fleet) -> list[migration_pb2.Migr
     await fleet.set_policy("pascal")
     await fleet.finish(*requests)
     return await fleet.migrations("reasoning ended")
+
+
+async def test_answers_and_moves_are_in_the_admin_api(fleet: Fleet) -> None:
+    await fleet.set_policy("least_loaded")
+    request_id = await fleet.send(60, 20, 900)
+    await fleet.wait_for_tokens(request_id, 40)
+    listed = await fleet.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
+    (source,) = (i.instance_id for i in listed.instances if i.running)
+    target = next(i.instance_id for i in listed.instances if i.instance_id != source)
+    ordered = admin_pb2.AdminMigrateRequest(request_id=request_id, target_instance_id=target)
+    async for record in fleet.admin.Migrate(ordered, timeout=WAIT_S):
+        last = record
+    assert last.state == types_pb2.MIGRATION_STATE_COMMITTED, last
+    before = _recent(listed, target).answers
+    await fleet.finish(request_id)
+    async with asyncio.timeout(WAIT_S):
+        # The last report comes by the monitor.
+        while _recent(listed, target).answers == before:
+            listed = await fleet.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
+    shown = _recent(listed, target)
+    assert shown.moves_in >= 1 and _recent(listed, source).moves_out >= 1
+    for recent in (shown, listed.recent):
+        assert 0.0 < recent.ttft_ms_p50 <= recent.ttft_ms_p99 and recent.tpot_ms_p50 > 0.0
+        assert 0.0 <= recent.slo_attainment <= 1.0
+    assert listed.recent.answers >= shown.answers and listed.recent.slo_attainment > 0.0
+
+
+def _recent(listed: admin_pb2.ListInstancesReply, instance_id: str) -> admin_pb2.RecentFigures:
+    return next(i.recent for i in listed.instances if i.instance_id == instance_id)
 
 
 async def test_ares_rebalances_at_its_tick(fleet: Fleet) -> None:

@@ -78,3 +78,16 @@ def test_pace_follows_the_slo_of_the_deployment() -> None:
 )
 def test_reading_pace_of_an_slo(slo: Slo, reading_s: float) -> None:
     assert slo.reading_s == reading_s
+
+
+def test_a_finished_answer_as_its_user_saw_it() -> None:
+    pace = AnswerPace(TPOT_S)
+    # After 7 reasoning tokens, and 2.5 s after the request arrived.
+    pace.begin(7, 100.0)
+    pace.count(12, 102.0)
+    answered = pace.answered(97.5, 12)
+    assert (answered.ttft_s, answered.tpot_s, answered.reasoning_tokens) == (2.5, 0.5, 7)
+    assert answered.qoe == pytest.approx(pace.qoe)
+    alone = AnswerPace(TPOT_S)
+    alone.begin(0, 100.0)
+    assert alone.answered(99.0, 1).tpot_s == 0.0

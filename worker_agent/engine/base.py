@@ -126,6 +126,8 @@ class Submission:
     suspect: bool = False
     # Version of the adapter that the request names (tailrace.model_identity); empty: any, or no adapter.
     adapter_version: str = ""
+    # Seconds since the request arrived at its front end; None: not known.
+    waited_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,20 @@ class Paused:
     # State as of the arrival here; None before the first answering token.
     answer_pace: worker_pb2.AnswerPace | None
     arrived_s: float
+    # When the request arrived at its front end, on this machine's monotonic clock; None: not known.
+    request_arrived_s: float | None
+
+    @staticmethod
+    def of(paused: worker_pb2.ExportPaused, pause: ExportedPause, requested_s: float, now_s: float) -> Paused:
+        """Return the request as the source's message, of which `pause` was made, says; asked for at
+        `requested_s`."""
+        return Paused(
+            pause,
+            requested_s + pause.waited_s,
+            paused.answer_pace if paused.HasField("answer_pace") else None,
+            now_s,
+            now_s - paused.since_arrival_s if paused.HasField("since_arrival_s") else None,
+        )
 
 
 class Copying:
@@ -266,11 +280,10 @@ class Copying:
         if event.WhichOneof("body") != "paused" or event.paused.first_block != self._have:
             raise SourceLost("the source did not reply with the requested blocks")
         pause, arrived_s = pause_of(event.paused), time.monotonic()
-        pace = event.paused.answer_pace if event.paused.HasField("answer_pace") else None
         await self._faults.hold("import:paused")
         await self._round(types_pb2.MIGRATION_STATE_STOP_AND_COPY, pause.block_hashes)
         await run_to_completion(self._engine.import_prepare(self._request_id, pause))
-        return Paused(pause, requested_s + pause.waited_s, pace, arrived_s)
+        return Paused.of(event.paused, pause, requested_s, arrived_s)
 
     async def _round(self, state: types_pb2.MigrationState.ValueType, hashes: list[bytes]) -> None:
         began_s = time.monotonic()
@@ -323,9 +336,8 @@ async def stop_to_replay(source: SourceLink, faults: Faults) -> Paused:
     if event.WhichOneof("body") != "paused":
         raise SourceLost("the source did not stop the request")
     pause, arrived_s = pause_of(event.paused), time.monotonic()
-    pace = event.paused.answer_pace if event.paused.HasField("answer_pace") else None
     await faults.hold("import:paused")
-    return Paused(pause, requested_s + pause.waited_s, pace, arrived_s)
+    return Paused.of(event.paused, pause, requested_s, arrived_s)
 
 
 def replay_submission(

@@ -102,6 +102,7 @@ class Export:
         # Delivers its commands and signals.
         self.lease = lease
         self._request_id = ""
+        self._target_instance_id = ""
         # None for a target with other parallel sizes, which cannot use the KV.
         self._session: BlockSession | None = None
         self._paused_s: float | None = None
@@ -149,6 +150,7 @@ class Export:
         if refusal := self._parts.own.refusal(command.open.source_instance_id):
             raise NotAnExport(refusal)
         self._request_id = command.open.request_id
+        self._target_instance_id = command.open.target_instance_id
         return command.open
 
     async def _open(self, opening: worker_pb2.ExportOpen, exported: Exported) -> Outcome | None:
@@ -261,6 +263,7 @@ class Export:
             predicted_remaining_tokens=pause.predicted_remaining_tokens,
             answer_pace=self._answer_pace(pause),
             waited_s=pause.waited_s,
+            since_arrival_s=self._since_arrival_s(),
         )
         self.lease.send(worker_pb2.ExportEvent(paused=paused))
         return None
@@ -277,6 +280,10 @@ class Export:
         now_s = time.monotonic()
         running.pace.count(self._opened_tokens + len(pause.new_output_token_ids), now_s)
         return running.pace.leave(now_s)
+
+    def _since_arrival_s(self) -> float | None:
+        running = None if self.key is None else self._parts.running.get(self.key)
+        return None if running is None or running.arrived_s is None else time.monotonic() - running.arrived_s
 
     def _released(self) -> Outcome:
         """Handle a release; a request that is not paused here must stop at once."""
@@ -352,7 +359,7 @@ class Export:
             running = None if self.key is None else self._parts.running.remove(self.key)
             if running is not None:
                 self._parts.metrics.finished["moved"] += 1
-                self._parts.events.gone(running)
+                self._parts.events.gone(running, moved_to=self._target_instance_id)
             log.info("%s has moved", self._request_id)
             return
         if self.lease.inbox.released and self.key is not None:

@@ -385,7 +385,7 @@ class Import:
         try:
             await self._parts.faults.hold("import:adopted")
             running = self._parts.running.add(
-                key, self.request_id, opened.frontend_id, epoch, opened.traceparent
+                key, self.request_id, opened.frontend_id, epoch, opened.traceparent, paused.request_arrived_s
             )
             if paused.answer_pace is not None:
                 running.pace.go_on(paused.answer_pace, next_index, paused.arrived_s)
