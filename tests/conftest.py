@@ -16,6 +16,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
+from tests.harness.forked import end_servers
 from tests.leftovers import end_with_this_process
 from tests.machine import free_cores
 from tests.ports import free_port
@@ -98,6 +99,11 @@ def pytest_configure(config: pytest.Config) -> None:
             f"({_CORES_NEEDED:g} at the least). Give it more, stop what else runs, or try with {_ANYWAY}=1.",
             returncode=2,
         )
+
+
+def pytest_unconfigure() -> None:
+    """End what all fleets of the run share."""
+    end_servers()
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.harness.chats import Chats
 from tests.harness.fleet import Fleet
-from tests.harness.forked import end_server
 
 RUST_FRONT = Path(sys.executable).parent / "vllm-rs"
 VLLM_WORKERS = ("w0", "w1", "w2")
@@ -27,11 +26,6 @@ VLLM_KV_BLOCKS = "2048"
 # Enough for the outputs of a usual step, but not for all log-probabilities of a long prompt.
 VLLM_MAX_MESSAGE_BYTES = 4 << 20
 SIMULATED_WORKERS = ("w0", "w1", "w2")
-
-
-def pytest_unconfigure() -> None:
-    """End what all fleets of the run share."""
-    end_server()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tailrace.service.etcd import etcd_command
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+from tests.harness.forked import PYTHONPATH
 from tests.harness.processes import Process, tailrace, wait_until
 from tests.ports import free_port
 from tests.waiting import WAIT_S
@@ -34,9 +35,9 @@ class Fleet:
     def __init__(self, root: Path, engine: str) -> None:
         self.root = root
         self.engine = engine
-        # Workers of real engines are forked from a process that has imported vLLM. All forks share one
-        # resource tracker: a test that checks what a worker leaves in shared memory turns this off.
-        self.forks_workers = engine == "vllm"
+        # Processes are forked from one that has imported what they need. All forks share one resource
+        # tracker: a test that checks what a worker leaves in shared memory turns this off.
+        self.forks_workers = True
         self.processes: dict[str, Process] = {}
         self.addresses: dict[str, str] = {}
         self.metrics_ports: dict[str, int] = {}
@@ -157,13 +158,15 @@ class Fleet:
             *arguments,
         ]
         log = self.root / f"{name}.log"
-        niceness = _ENGINE_NICENESS if kind == "worker" and self.engine == "vllm" else 0
+        vllm = kind == "worker" and self.engine == "vllm"
+        niceness = _ENGINE_NICENESS if vllm else 0
+        path = os.environ.get("PYTHONPATH")
         if kind == "worker" and self.plugins:
-            # A process forked from one without them would not find them.
-            path = os.pathsep.join(filter(None, [self.plugins, os.environ.get("PYTHONPATH", "")]))
+            path = os.pathsep.join(filter(None, [self.plugins, path]))
             env = {**env, "PYTHONPATH": path}
-        elif self.forks_workers and kind == "worker":
-            return self._start(name, lambda: Process.fork_tailrace(name, command, log, env, niceness))
+        # A process forked from one with another path would not find what is there.
+        if path == PYTHONPATH and (self.forks_workers or kind != "worker"):
+            return self._start(name, lambda: Process.fork_tailrace(name, command, log, env, niceness, vllm))
         return self._start(name, lambda: Process.launch(name, tailrace(*command), log, env, niceness))
 
     def _start(self, name: str, launch: Callable[[], Process]) -> Process:

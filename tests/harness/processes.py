@@ -55,10 +55,16 @@ class Process:
 
     @classmethod
     def fork_tailrace(
-        cls, name: str, arguments: Sequence[str], log: Path, env: Mapping[str, str], niceness: int = 0
+        cls,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        env: Mapping[str, str],
+        niceness: int = 0,
+        vllm: bool = False,
     ) -> Process:
-        """Run `tailrace` with these arguments in a process that has already imported vLLM."""
-        return cls(name, ForkedCommand(arguments, log, env), log)._set_niceness(niceness)
+        """Run `tailrace` with these arguments in a process that has already imported it, or `vllm` too."""
+        return cls(name, ForkedCommand(arguments, log, env, vllm), log)._set_niceness(niceness)
 
     def _set_niceness(self, niceness: int) -> Process:
         if niceness:

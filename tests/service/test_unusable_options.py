@@ -7,6 +7,8 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
+
 from tailrace.service.etcd import local_etcd
 from tests.waiting import WAIT_S
 
@@ -15,8 +17,7 @@ COMMANDS = [
     ("monitor", "--metrics"),
     ("frontend --front none --http 127.0.0.1:0", "--metrics"),
     ("worker --engine simulated", "--listen"),
-    # The default engine: the port is checked before a model is loaded.
-    ("worker", "--stream-port"),
+    ("worker --engine simulated", "--stream-port"),
 ]
 
 
@@ -32,7 +33,18 @@ async def _run_service(*arguments: str) -> tuple[int | None, str]:
     return process.returncode, log.decode()
 
 
-async def test_the_error_names_the_option_and_the_address(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "commands",
+    [
+        COMMANDS,
+        # The default engine: the port is checked before a model is loaded, but vLLM is imported.
+        pytest.param([("worker", "--stream-port")], marks=pytest.mark.slow),
+    ],
+    ids=["all kinds", "vLLM"],
+)
+async def test_the_error_names_the_option_and_the_address(
+    tmp_path: Path, commands: list[tuple[str, str]]
+) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
@@ -43,10 +55,10 @@ async def test_the_error_names_the_option_and_the_address(tmp_path: Path) -> Non
                     f"--etcd={etcd.endpoint}",
                     f"{option}={port if option == '--stream-port' else address}",
                 )
-                for service, option in COMMANDS
+                for service, option in commands
             ]
             ended = await asyncio.gather(*runs)
-    for (_, option), (status, log) in zip(COMMANDS, ended, strict=True):
+    for (_, option), (status, log) in zip(commands, ended, strict=True):
         assert status == 1, log
         assert log.splitlines()[-1].endswith(f"{option}: cannot listen on {address}: the port is taken"), log
         assert "Traceback" not in log

@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from worker_agent.engine.vllm.engine import VllmEngine
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests of vLLM's engine that also run with async scheduling, its default, to `make soak`."""
+
+    def of(file: str) -> list[pytest.Function]:
+        return [item for item in items if isinstance(item, pytest.Function) and item.path.name == file]
+
+    again = {item.originalname for item in of("test_vllm_async.py")}
+    for item in of("test_vllm_engine.py"):
+        # Those with cases run a part of them with each.
+        if item.originalname in again and "case" not in item.fixturenames:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def engine(started: tuple[VllmEngine, Front, *tuple[object, ...]]) -> VllmEngine:
     """Return the engine of the module's `started`."""

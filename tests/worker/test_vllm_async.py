@@ -1,6 +1,7 @@
 """The vLLM engine with async scheduling: a step begins before the tokens of the previous one are known.
 
-All answers are compared with those of an engine without it. Most tests are those of other modules, run again.
+All answers are compared with those of an engine without it. Most tests are those of test_vllm_engine.py.
+`make test` runs them here or there: of those with `case`, each case in one of the two; the others here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.worker.test_vllm_engine import (  # noqa: F401
     KV_BLOCKS,
     NO_THINK_END,
     REASONING,
+    SAMPLE,
     SEEDED,
     assert_same,
     case_of,
@@ -53,7 +55,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 SEED = SEEDED | {"seed": 31}
 
 
-@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name in SAMPLE else []) for name in CASES],
+    ids=lambda name: name.replace(" ", "-"),
+)
 def case(request: pytest.FixtureRequest) -> tuple[list[int], SamplingParams]:
     return case_of(request.param)
 

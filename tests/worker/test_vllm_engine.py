@@ -206,7 +206,7 @@ CASES = {
 }
 
 
-# The others run with async scheduling, vLLM's default (test_vllm_async.py), and here in `make soak`.
+# The others run with async scheduling, vLLM's default (test_vllm_async.py), and `make soak` runs the rest.
 SAMPLE = {"greedy, reasoning", "seeded, answering", "thinking budget", "json schema after reasoning"}
 
 
@@ -364,8 +364,8 @@ async def test_phases(engine: VllmEngine, front: Front) -> None:
 
 async def test_predictions_are_reported_and_count_down(engine: VllmEngine, front: Front) -> None:
     """For every running request; the answer is the one that the model must give."""
-    expected_task = task("abcd", 60, 20)
-    sampling = params(max_tokens=1500, ignore_eos=False)
+    expected_task = task("abcd", 30, 10)
+    sampling = params(max_tokens=800, ignore_eos=False)
     sampling.update_from_generation_config({}, EOS)
     stream = front.stream(encode_turns([("user", expected_task.prompt)]), sampling)
     other = front.stream(REASONING, params(logit_bias=NO_THINK_END, max_tokens=600))

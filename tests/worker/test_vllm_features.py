@@ -102,7 +102,9 @@ async def test_speculation_yields_several_tokens_per_step(lab: Lab) -> None:
     assert len(stream.tokens) == 50 > len(stream.flags)
 
 
-@pytest.mark.parametrize("model", [pytest.param("", marks=pytest.mark.slow), "one", "two"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.slow if name != "two" else []) for name in MODELS]
+)
 async def test_moved_request_yields_the_same_tokens(lab: Lab, model: str) -> None:
     assert lab.mode is TransferMode.LIVE
     reference, moved, replayed = (lab.stream(model) for _ in range(3))

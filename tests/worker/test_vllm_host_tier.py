@@ -364,7 +364,7 @@ async def test_requests_take_precedence_over_cached_blocks(engine: VllmEngine, f
     assert after.host_blocks_dropped > before.host_blocks_dropped
 
 
-@pytest.mark.parametrize("intra", ["vllm", "pascal"])
+@pytest.mark.parametrize("intra", [pytest.param("vllm", marks=pytest.mark.slow), "pascal"])
 async def test_random_prefixes_and_aborts(engine: VllmEngine, front: Front, intra: str) -> None:
     """More prefixes than both tiers can hold, in random order with random aborts: all answers are
     unchanged."""

@@ -128,7 +128,7 @@ async def run_together(engine: VllmEngine, front: Front) -> list[Stream]:
     return streams
 
 
-@pytest.mark.parametrize("intra", ["vllm", "round_robin", "pascal"])
+@pytest.mark.parametrize("intra", ["vllm", pytest.param("round_robin", marks=pytest.mark.slow), "pascal"])
 async def test_swapping_does_not_change_outputs(
     engine: VllmEngine, front: Front, alone: list[Stream], intra: str
 ) -> None:

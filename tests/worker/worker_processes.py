@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ import msgspec
 from tailrace.records import InstanceRecord
 from tailrace.store.store import Store, StoreUnavailable
 from tailrace.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tests.harness.forked import ForkedCommand
 from tests.waiting import WAIT_S
 
 # A start takes two seconds, or half a minute on a stalling machine.
@@ -38,7 +36,7 @@ ENGINE = {
 class WorkerProcess:
     """A running worker process."""
 
-    process: asyncio.subprocess.Process
+    process: ForkedCommand
     log: Path
     records: list[InstanceRecord]
 
@@ -55,7 +53,14 @@ class WorkerProcess:
         return self.records[0].instance_id
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
+
+    async def wait(self) -> int:
+        """Wait for the end and return the exit code."""
+        async with asyncio.timeout(WAIT_S):
+            while (code := self.process.poll()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return code
 
     async def logged(self, text: str, times: int = 1) -> None:
         """Wait until the log contains the text this many times."""
@@ -83,19 +88,14 @@ async def worker_process(
     `more`: further options of `serve worker`.
     """
     arguments = ENGINE | dict(engine or {})
-    command = [sys.executable, "-c", "from worker_agent.main import command; command()"]
-    command += ["--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
+    command = ["serve", "worker", "--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
     command += ["--count", str(count), *more]
     for key, value in arguments.items():
         command += ["--sim", f"{key}={json.dumps(value)}"]
-    environment = dict(os.environ)
-    if faults is not None:
-        environment["TAILRACE_FAULTS"] = json.dumps(faults)
+    environment = {} if faults is None else {"TAILRACE_FAULTS": json.dumps(faults)}
     log = folder / f"{name}.log"
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, env=environment
-        )
+    log.write_bytes(b"")
+    process = ForkedCommand(command, log, environment, vllm=False)
     worker = WorkerProcess(process, log, [])
     stem, _, first = name.rpartition("-")
     names = [name] if count == 1 else [f"{stem}-{int(first) + n}" for n in range(count)]
@@ -106,11 +106,10 @@ async def worker_process(
         if process.returncode is None:
             process.terminate()
             try:
-                async with asyncio.timeout(WAIT_S):
-                    await process.wait()
+                await worker.wait()
             except TimeoutError:
                 process.kill()
-                await process.wait()
+                await worker.wait()
                 raise AssertionError(f"{name} did not stop:\n{log.read_text()}") from None
 
 
