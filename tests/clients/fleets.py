@@ -30,6 +30,8 @@ def make_model(name: str, folder: Path) -> tuple[Path, Sequence[str]]:
 def run_fleet(folder: Path, model: Path, flags: Sequence[str]) -> Iterator[Fleet]:
     """Run a fleet of three workers for the block. `flags`: further ones of the API server."""
     fleet = Fleet(folder, "vllm")
+    # As plain `vllm serve`, with which it is compared.
+    fleet.niceness = 0
     try:
         fleet.start_control()
         for name in WORKERS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -50,10 +49,10 @@ def run_aiperf(client: Client, run: Run) -> Outcome:
     command += ["--output-artifact-dir", str(run.folder), "--export-outputs-json", "--ui", "none"]
     execute(command, folder=run.folder, env={"HOME": str(run.folder)})
     summary = _read(next(run.folder.rglob("profile_export_aiperf.json")))
-    texts = _read(next(run.folder.rglob("outputs.json")))
+    outputs = _read(next(run.folder.rglob("outputs.json")))["data"]
     failed = int(summary.get("error_request_count", {}).get("avg", 0))
     completed = int(summary["request_count"]["avg"])
-    answers = {f"text {number}": text for number, text in enumerate(sorted(_texts(texts)))}
+    answers = {f"text {number}": each["response_text"] for number, each in enumerate(outputs)}
     answers["output tokens"] = summary["total_output_tokens"]["avg"]
     return Outcome(completed + failed, {"failed": str(failed)} if failed else {}, answers)
 
@@ -85,7 +84,7 @@ def run_schemathesis(client: Client, run: Run) -> Outcome:
     har = run.folder / "requests.har"
     command = [client.program("schemathesis"), "run", f"{run.url}/openapi.json", "--phases", "fuzzing"]
     command += ["--max-examples", "4", "--seed", "1", "--generation-deterministic", "--no-shrink"]
-    command += ["--generation-database", "none", "--continue-on-failure", "--no-color"]
+    command += ["--continue-on-failure", "--no-color"]
     command += ["--report", "har", "--report-har-path", str(har), "--request-timeout", "300"]
     command += ["--suppress-health-check", "all", "--checks", "not_a_server_error"]
     # 1: an operation failed a check, as some of vLLM's own do.
@@ -166,14 +165,6 @@ def run_lm_eval(client: Client, run: Run) -> Outcome:
             sample = json.loads(line)
             answers[f"text {sample['doc_id']}"] = sample["resps"]
     return Outcome(3 * len(documents), {}, answers)
-
-
-def _texts(found: Any) -> list[str]:
-    """Return the generated texts of aiperf's outputs."""
-    if isinstance(found, Mapping):
-        text = [str(found[key]) for key in ("output", "response", "text") if isinstance(found.get(key), str)]
-        return text or [text for value in found.values() for text in _texts(value)]
-    return [text for each in found for text in _texts(each)] if isinstance(found, list) else []
 
 
 def _read(path: Path) -> Any:

@@ -37,6 +37,8 @@ class Fleet:
         # Workers of real engines are forked from a process that has imported vLLM. All forks share one
         # resource tracker: a test that checks what a worker leaves in shared memory turns this off.
         self.forks_workers = engine == "vllm"
+        # Of the workers with real engines.
+        self.niceness = _ENGINE_NICENESS if engine == "vllm" else 0
         self.processes: dict[str, Process] = {}
         self.addresses: dict[str, str] = {}
         self.metrics_ports: dict[str, int] = {}
@@ -157,7 +159,7 @@ class Fleet:
             *arguments,
         ]
         log = self.root / f"{name}.log"
-        niceness = _ENGINE_NICENESS if kind == "worker" and self.engine == "vllm" else 0
+        niceness = self.niceness if kind == "worker" else 0
         if kind == "worker" and self.plugins:
             # A process forked from one without them would not find them.
             path = os.pathsep.join(filter(None, [self.plugins, os.environ.get("PYTHONPATH", "")]))
