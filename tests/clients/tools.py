@@ -47,7 +47,8 @@ def run_aiperf(client: Client, run: Run) -> Outcome:
     command += ["--output-tokens-mean", str(_OUTPUT_TOKENS), "--output-tokens-stddev", "0"]
     command += ["--extra-inputs", "temperature:0", "--extra-inputs", "ignore_eos:true"]
     command += ["--output-artifact-dir", str(run.folder), "--export-outputs-json", "--ui", "none"]
-    execute(command, folder=run.folder, env={"HOME": str(run.folder)})
+    # Offline, it looks for a tokenizer in the hub's cache only, though it is a folder.
+    execute(command, folder=run.folder, env={"HOME": str(run.folder), "HF_HUB_OFFLINE": ""})
     summary = _read(next(run.folder.rglob("profile_export_aiperf.json")))
     outputs = _read(next(run.folder.rglob("outputs.json")))["data"]
     failed = int(summary.get("error_request_count", {}).get("avg", 0))
@@ -67,7 +68,7 @@ def run_guidellm(client: Client, run: Run) -> Outcome:
     data = {"kind": "synthetic_text", "prompt_tokens": _PROMPT_TOKENS, "output_tokens": _OUTPUT_TOKENS}
     command += ["--backend", json.dumps(backend), "--data", json.dumps(data)]
     command += ["--profile", f"kind=concurrent,streams={_AT_A_TIME}"]
-    command += ["--constraint", f"kind=max_requests,count={_REQUESTS}", "--seed", "kind=static,seed=1"]
+    command += ["--constraint", f"kind=max_requests,count={_REQUESTS}", "--seed", "kind=static,value=1"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={MODEL_PATH}"]
     command += ["--output", f"kind=json,path={report}"]
     execute(command, folder=run.folder, env={"HOME": str(run.folder)})
@@ -143,8 +144,9 @@ def run_lm_eval(client: Client, run: Run) -> Outcome:
     ]
     data = run.folder / "countdown.jsonl"
     data.write_text("".join(json.dumps(each) + "\n" for each in documents))
-    for name, text in (("countdown", _TASK), ("countdown_choices", _CHOICES)):
-        (run.folder / f"{name}.yaml").write_text(text.format(data=data))
+    paths = [run.folder / "countdown.yaml", run.folder / "choices.yaml"]
+    for path, text in zip(paths, (_TASK, _CHOICES), strict=True):
+        path.write_text(text.format(data=data))
     model = f"model={MODEL},base_url={run.url}/v1/completions,tokenizer={MODEL_PATH}"
     command = [client.program("lm_eval"), "run", "--model", "local-completions", "--model_args"]
     command += [
