@@ -100,7 +100,8 @@ def execute(
         text=True,
         errors="replace",
         cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
+        # Some clients take their folder from PWD.
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PWD": str(folder or Path.cwd()), **(env or {})},
         start_new_session=True,
     ) as process:
         try:

@@ -152,7 +152,7 @@ def run_lm_eval(client: Client, run: Run) -> Outcome:
     command += [
         f"{model},num_concurrent={_AT_A_TIME},max_retries=1,timeout=600",
         "--tasks",
-        "countdown,countdown_choices",
+        ",".join(map(str, paths)),
     ]
     command += ["--output_path", str(run.folder / "out"), "--log_samples"]
     home = {"HOME": str(run.folder), "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
