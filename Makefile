@@ -15,9 +15,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install up down \
-	test lint soak test-ranks test-vllm test-features test-models test-upgrade mutants \
+	test lint soak test-ranks test-vllm test-features test-models test-clients test-upgrade mutants \
 	chaos fuzz strangers \
-	bench-stream bench-transfer bench-decisions bench-control bench-simulation bench-overload check-gpu \
+	bench-stream bench-transfer bench-decisions bench-control bench-overload check-gpu \
 	claims \
 	docs bundle
 
@@ -75,6 +75,9 @@ test-features: install ## Speculation, adapters, embedding, images: migrated str
 test-models: install ## Every architecture in every run configuration of vLLM, each stream migrated twice (ARGS=--resume)
 	$(PYTHON) -m tests.models $(ARGS)
 
+test-clients: install ## Real clients (aiperf, Codex, lm-eval, ...) against a fleet with moves and a kill, and plain vllm serve (ARGS="--resume openai -o json")
+	$(PYTHON) -m tests.clients $(ARGS)
+
 test-upgrade: install ## Upgrade a running local cluster from an older revision, and roll back, under load (FROM=REVISION)
 	@test -n "$(FROM)" || { echo "from which revision? make test-upgrade FROM=v0.1.0" >&2; exit 2; }
 	$(PYTHON) -m tests.upgrade $(FROM) $(ARGS)
@@ -97,7 +100,7 @@ strangers: ## Try etcd, the users' HTTP port and every port of a cluster as stra
 	@scripts/install.sh --rust
 	$(PYTHON) -m tests.strangers $(ARGS)
 
-##@ Benchmarks; further ones are run as python -m benchmarks.NAME: scale, cache.pull, cache.router
+##@ Benchmarks; further ones are run as python -m benchmarks.NAME: simulation, scale, cache.pull, cache.router
 
 bench-stream: ## Throughput through the front ends against plain vllm serve (ARGS="--against clear": overhead of mutual TLS)
 	@scripts/install.sh --rust
@@ -111,9 +114,6 @@ bench-decisions: install ## Decision latency of each policy at 16 to 1,024 insta
 
 bench-control: install ## Placements while 1,024 synthetic instances report to a real monitor (ARGS="--instances 4096 --policies tailrace")
 	$(PYTHON) -m benchmarks.control $(ARGS)
-
-bench-simulation: install ## Run time of simulations (TAILRACE_DATA=folder with the public data)
-	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))
 
 bench-overload: install ## Effect of overload by one tenant, and by all, on the served requests (ARGS="--parts 1")
 	$(PYTHON) -m benchmarks.overload $(ARGS)

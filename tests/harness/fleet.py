@@ -38,6 +38,8 @@ class Fleet:
         # Processes are forked from one that has imported what they need. All forks share one resource
         # tracker: a test that checks what a worker leaves in shared memory turns this off.
         self.forks_workers = True
+        # Of the workers with real engines.
+        self.niceness = _ENGINE_NICENESS if engine == "vllm" else 0
         self.processes: dict[str, Process] = {}
         self.addresses: dict[str, str] = {}
         self.metrics_ports: dict[str, int] = {}
@@ -159,7 +161,7 @@ class Fleet:
         ]
         log = self.root / f"{name}.log"
         vllm = kind == "worker" and self.engine == "vllm"
-        niceness = _ENGINE_NICENESS if vllm else 0
+        niceness = self.niceness if kind == "worker" else 0
         path = os.environ.get("PYTHONPATH")
         if kind == "worker" and self.plugins:
             path = os.pathsep.join(filter(None, [self.plugins, path]))
