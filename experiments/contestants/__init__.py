@@ -1,5 +1,5 @@
 """Published ideas as contestants.
 
-Their papers' texts were not at hand. Each says which rule is the paper's, as far as it is known, and which is
-ours.
+They follow what is known of the papers without their full text. Each says which rule is the paper's and which
+is ours.
 """
