@@ -105,11 +105,11 @@ def compare_command(
     """Run several policies on the same requests and compare them.
 
     POLICY is NAME[+ORDER] with parameters after it, in quotes: pascal, least_loaded+earliest_due,
-    "cascade layout=chain". NAME is one of tailrace get policies, or your own module:Class; ORDER is a batch
-    order, instead of the one that belongs to the policy. Values are means over the seeds with 95% intervals
-    (Student's t). In each column * marks the best mean, and = those whose difference from it, paired by seed,
-    is not significant. With --count, each seed uses another stretch of a trace; without it, all seeds use the
-    whole trace, and almost nothing is random.
+    "cascade layout=chain". NAME is a policy (docs/policy-parameters.md), or your own module:Class; ORDER is
+    a batch order, instead of the one that belongs to the policy. Values are means over the seeds with 95%
+    intervals (Student's t). In each column * marks the best mean, and = those whose difference from it,
+    paired by seed, is not significant. With --count, each seed uses another stretch of a trace; without it,
+    all seeds use the whole trace, and almost nothing is random.
     """
     for name in policies:
         check_policy(name, "POLICY")

@@ -69,7 +69,7 @@ def fleet_options(function: F) -> F:
             click.option(
                 "--prefix-caching",
                 is_flag=True,
-                help="Give instances a prefix cache, for workloads that name blocks (mooncake).",
+                help="Give instances a prefix cache, for workloads whose prompts share prefixes.",
             ),
             click.option(
                 "--host-kv",

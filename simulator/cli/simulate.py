@@ -82,9 +82,9 @@ def simulate_command(
     """Run POLICY on WORKLOAD in the simulator.
 
     POLICY is NAME[+ORDER] with parameters after it, in quotes: pascal, least_loaded+earliest_due,
-    "cascade layout=chain". NAME is one of tailrace get policies, or your own module:Class; ORDER is a batch
-    order, instead of the one that belongs to the policy. WORKLOAD is a generator (r1, sharegpt, mix, ...),
-    azure:FILE, mooncake:FILE, burstgpt:FILE or jsonl:FILE, or several of them, separated by commas.
+    "cascade layout=chain". NAME is a policy (docs/policy-parameters.md), or your own module:Class; ORDER is
+    a batch order, instead of the one that belongs to the policy. WORKLOAD is a generator (r1, sharegpt, mix,
+    ...), azure:FILE, mooncake:FILE, burstgpt:FILE or jsonl:FILE, or several of them, separated by commas.
     """
     check_policy(policy, "POLICY")
     scenario = Scenario(

@@ -373,6 +373,10 @@ _START_PROCESSES: Final = """\
 # Start this host's part of the fleet; tailrace down, in this folder, stops it.
 set -eu
 cd "$(dirname "$0")"
+command -v tailrace >/dev/null || {{
+  echo "no tailrace on PATH: install it here, and put its bin folder there" >&2
+  exit 1
+}}
 exec tailrace up --file fleet.yaml --on {host}
 """
 
