@@ -1,4 +1,4 @@
-"""`make bench-simulation`: measure the simulator's speed, policy by policy.
+"""`python -m benchmarks.simulation`: measure the simulator's speed, policy by policy.
 
 One case is a real hour: the Azure LLM inference trace of 2023, conversations (19,366 requests), on 8
 instances. The other is a large cluster: ARES's figure 12 at its largest, 256 instances, 0.3 requests per
@@ -178,7 +178,7 @@ def _cases(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the benchmark; return the path of the figures."""
-    parser = argparse.ArgumentParser(prog="make bench-simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
     parser.add_argument("--trace", type=Path, help=f"CSV; default: {TRACE} in ${DATA_VARIABLE}")
     parser.add_argument("--policies", default="", help="comma-separated; none: only the large cluster")
     parser.add_argument("--instances", type=int, default=8)
