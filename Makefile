@@ -17,9 +17,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install up down \
 	test lint soak test-ranks test-vllm test-features test-models test-clients test-upgrade mutants \
 	chaos fuzz strangers \
-	bench-stream bench-transfer bench-decisions bench-control bench-overload check-gpu \
+	bench-stream bench-transfer bench-decisions bench-control bench-simulation bench-overload check-gpu \
 	claims \
-	docs bundle
+	docs bundle release
 
 # Lines `##@ TITLE` begin a group.
 help:
@@ -100,14 +100,18 @@ strangers: ## Try etcd, the users' HTTP port and every port of a cluster as stra
 	@scripts/install.sh --rust
 	$(PYTHON) -m tests.strangers $(ARGS)
 
-##@ Benchmarks; further ones are run as python -m benchmarks.NAME: simulation, scale, cache.pull, cache.router
+##@ Benchmarks; further ones are run as python -m benchmarks.NAME: transfer, simulation, scale, cache.pull, cache.router
 
 bench-stream: ## Throughput through the front ends against plain vllm serve (ARGS="--against clear": overhead of mutual TLS)
 	@scripts/install.sh --rust
 	$(PYTHON) -m benchmarks.stream $(ARGS)
 
-bench-transfer: install ## KV transfer rate and migration pause
+# Not listed, so that the list fits on a screen.
+bench-transfer: install
 	$(PYTHON) -m benchmarks.transfer
+
+bench-simulation: install
+	$(PYTHON) -m benchmarks.simulation $(if $(TRACE),--trace $(TRACE))
 
 bench-decisions: install ## Decision latency of each policy at 16 to 1,024 instances, and of the prefix index (ARGS=--only=cache)
 	$(PYTHON) -m benchmarks.decisions $(ARGS)
@@ -131,6 +135,9 @@ claims: install ## Reproduce every claim of the papers, with JSON and a page in 
 
 docs: install ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+release: install ## Wheel, locks, SBOM, changelog and upgrade notes of the version in dist/ (refuses a dirty tree)
+	@$(PYTHON) -m scripts.release
 
 bundle: install ## Build an offline installation in dist/bundle, in files of PART_MB (ENGINE=cpu, BUNDLE_PYTHON=3.12, CONTENTS=, TORCH=host)
 	$(PYTHON) -m scripts.bundle --part-mb $(PART_MB) $(if $(filter cpu,$(ENGINE)),--engine cpu) \

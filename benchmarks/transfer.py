@@ -1,4 +1,4 @@
-"""`make bench-transfer`: measure the transfer rate of KV, and the pause of a live migration.
+"""`python -m benchmarks.transfer`: measure the transfer rate of KV, and the pause of a live migration.
 
 Two simulated workers really create, send, verify and store KV bytes. The rate of a large migration is
 compared with

@@ -256,6 +256,12 @@ class RequestTraces:
         trace.phase = None
 
 
+def exemplar_of(traceparent: str) -> dict[str, str] | None:
+    """Return the labels that lead from a histogram to a request's trace; None: it is not sampled."""
+    _, trace_id, _, sampled = traceparent.split("-") if traceparent.count("-") == 3 else ("", "", "", "")
+    return {"trace_id": trace_id} if sampled == "01" and len(trace_id) == 32 else None
+
+
 class StreamObserver:
     """Receive the events of all streams. Costs nothing per token: a step without flags only adds to two
     counters."""
@@ -359,19 +365,20 @@ class StreamObserver:
             stream.first_token_s = now_s
             if stream.phase is Phase.ANSWERING:
                 # It does not reason: this token is the first of the answer.
-                self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
+                self._metrics.ttft_seconds.observe(now_s - stream.arrived_s, exemplar_of(stream.traceparent))
                 stream.first_answer_s = now_s
         elif flags & REASONING_ENDED:
             stream.reasoning_ended_s, stream.first_answer_index = now_s, stream.accepted
         if flags & ANSWER_BEGUN and stream.first_answer_s is None and stream.reasoning_ended_s is not None:
             stream.first_answer_s = now_s
-            self._metrics.ttft_seconds.observe(now_s - stream.arrived_s)
+            self._metrics.ttft_seconds.observe(now_s - stream.arrived_s, exemplar_of(stream.traceparent))
             self._metrics.ttfat_seconds.observe(now_s - stream.reasoning_ended_s)
         if self._traces is not None and flags & (PREFILL_DONE | REASONING_ENDED):
             self._traces.phase_changed(stream)
         if flags & FINISHED:
             if stream.first_token_s is not None and stream.accepted > 1:
-                self._metrics.tpot_seconds.observe((now_s - stream.first_token_s) / (stream.accepted - 1))
+                tpot_s = (now_s - stream.first_token_s) / (stream.accepted - 1)
+                self._metrics.tpot_seconds.observe(tpot_s, exemplar_of(stream.traceparent))
             self._record_end(stream, "finished")
 
     def _record_end(self, stream: Stream, outcome: str) -> None:

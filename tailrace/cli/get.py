@@ -90,14 +90,23 @@ def get() -> None:
 
 
 def _options(function: F) -> F:
+    return _watched(output_option())(function)
+
+
+def _wide_options(function: F) -> F:
+    """Add the options of a kind that has further columns."""
+    return _watched(output_option(Output.TABLE, Output.WIDE))(function)
+
+
+def _watched(output: Callable[[F], F]) -> Callable[[F], F]:
     watch = click.option(
         "--watch", is_flag=True, help="Refresh every second until Ctrl-C (-o json: one line each)."
     )
-    return output_option()(watch(admin_option(function)))
+    return lambda function: output(watch(admin_option(function)))
 
 
 @get.command(epilog="Example: tailrace get instances -o json")
-@_options
+@_wide_options
 def instances(output: Output, watch: bool, admin: str | None) -> None:
     """Instances: state, pool, load by phase, KV use, migration method (-o json: with the reason)."""
     _show(INSTANCES, _instances, output, watch, admin)
@@ -138,7 +147,7 @@ def stages(output: Output, watch: bool, admin: str | None) -> None:
     type=WholeRange(min=0),
     help=f"Maximum number; 0: all. Default: {_ROWS} in a table, all with -o json.",
 )
-@_options
+@_wide_options
 def requests(
     instance: str,
     phase: str | None,
@@ -153,14 +162,14 @@ def requests(
     If there are more than the limit, the last line, on stderr, says how many. Many requests are fetched in
     pages, each as of its own moment, and written as they arrive.
     """
-    most = (_ROWS if output is Output.TABLE else 0) if limit is None else limit
+    most = (0 if output is Output.JSON else _ROWS) if limit is None else limit
     listing = Listing(
         instance, _PHASES[phase] if phase else Phase.PHASE_UNSPECIFIED, _ORDERS[sort], most or None
     )
     with connect(admin) as connection, connection.errors(_HINT):
         if watch:
             _watch(
-                lambda: _requests_table(connection, listing),
+                lambda: _requests_table(connection, listing, output),
                 lambda: {
                     REQUESTS.name: to_plain_list(
                         r for p in pages(connection.stub, listing) for r in p.requests
@@ -173,7 +182,7 @@ def requests(
                 REQUESTS.name, (to_plain(r) for p in pages(connection.stub, listing) for r in p.requests)
             )
         else:
-            _print_requests(connection, listing, _requests_view(listing))
+            _print_requests(connection, listing, _requests_view(listing, output))
 
 
 @get.command(epilog="Example: tailrace get migrations --limit 5")
@@ -187,7 +196,7 @@ def requests(
 @click.option(
     "--limit", type=WholeRange(min=1), default=50, show_default=True, help="Maximum number, latest first."
 )
-@_options
+@_wide_options
 def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: str | None) -> None:
     """Migrations: rounds, bytes, pause in milliseconds and decode steps."""
     request = ListMigrationsRequest(request_id=request_id, limit=limit)
@@ -314,6 +323,8 @@ def _show(
     address: str | None,
     plain: Callable[[Sequence[RowT]], list[JsonValue]] = to_plain_list,
 ) -> None:
+    if output is Output.WIDE:
+        view = view.wide()
     with connect(address) as admin, admin.errors(_HINT):
         if watch:
             _watch(lambda: view.table(fetch(admin)), lambda: {view.name: plain(fetch(admin))}, output)
@@ -331,11 +342,12 @@ def _print_table(view: View[RowT], rows: Sequence[RowT]) -> None:
         click.echo(line)
 
 
-def _requests_view(listing: Listing) -> View[RequestInfo]:
+def _requests_view(listing: Listing, output: Output) -> View[RequestInfo]:
     """Return REQUESTS with a caption that names the filters: other requests may be running."""
     phase = enum_word(Phase.DESCRIPTOR, listing.phase)
     where = f" on {listing.instance_id}" if listing.instance_id else ""
-    return replace(REQUESTS, empty=f"no requests are {f'in phase {phase}' if phase else 'running'}{where}")
+    view = REQUESTS.wide() if output is Output.WIDE else REQUESTS
+    return replace(view, empty=f"no requests are {f'in phase {phase}' if phase else 'running'}{where}")
 
 
 def _print_requests(admin: Admin, listing: Listing, view: View[RequestInfo]) -> None:
@@ -359,9 +371,9 @@ def _print_requests(admin: Admin, listing: Listing, view: View[RequestInfo]) -> 
         note(_more(shown, total))
 
 
-def _requests_table(admin: Admin, listing: Listing) -> Table:
+def _requests_table(admin: Admin, listing: Listing, output: Output) -> Table:
     found = list(pages(admin.stub, listing))
-    table = _requests_view(listing).table(request for page in found for request in page.requests)
+    table = _requests_view(listing, output).table(request for page in found for request in page.requests)
     shown, total = len(table.rows), found[-1].total
     if listing.limit is not None and shown < total:
         table.caption, table.caption_justify = _more(shown, total), "left"

@@ -31,6 +31,7 @@ class Output(enum.StrEnum):
     """The values of `-o`."""
 
     TABLE = "table"
+    WIDE = "wide"
     JSON = "json"
     TREE = "tree"
     CSV = "csv"

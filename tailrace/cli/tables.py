@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -38,11 +38,17 @@ class Column(Generic[RowT]):
 
 @dataclass(frozen=True)
 class View(Generic[RowT]):
-    """A table of one kind. `name` is also its key in the JSON object; `empty`: caption without rows."""
+    """A table of one kind. `name` is also its key in the JSON object; `empty`: caption without rows; `more`:
+    further columns of -o wide."""
 
     name: str
     columns: Sequence[Column[RowT]]
     empty: str
+    more: Sequence[Column[RowT]] = ()
+
+    def wide(self) -> View[RowT]:
+        """Return the view with all columns."""
+        return replace(self, columns=(*self.columns, *self.more), more=())
 
     def table(self, rows: Iterable[RowT]) -> Table:
         """Return a table of the rows in the given order."""
@@ -108,6 +114,11 @@ def cached_text(instance: InstanceInfo) -> str:
     return f"{instance.cached_blocks}+{host}" if host else str(instance.cached_blocks)
 
 
+def _optional(request: RequestInfo, field: str, form: str) -> str:
+    """Format a figure that the worker may not have; a dash if so."""
+    return format(getattr(request, field), form) if request.HasField(field) else NOTHING  # type: ignore[arg-type]
+
+
 INSTANCES = View[InstanceInfo](
     name="instances",
     columns=(
@@ -129,6 +140,16 @@ INSTANCES = View[InstanceInfo](
         Column("MOVES", lambda i: way_word(i.way)),
         Column("ENGINE", lambda i: i.engine),
         Column("ADDRESS", lambda i: i.address),
+    ),
+    more=(
+        Column("MODEL", lambda i: i.model),
+        Column("TP", lambda i: str(i.tensor_parallel_size or 1), figure=True),
+        Column("PP", lambda i: str(i.pipeline_parallel_size or 1), figure=True),
+        Column("GENERATED", lambda i: str(i.generated_tokens), figure=True),
+        Column("PREEMPTED", lambda i: str(i.preemptions), figure=True),
+        Column("METRICS", lambda i: i.metrics_address or NOTHING),
+        Column("INCARNATION", lambda i: i.incarnation),
+        Column("WHY NOT LIVE", lambda i: i.way_reason or NOTHING),
     ),
     empty="no instances",
 )
@@ -158,6 +179,13 @@ REQUESTS = View[RequestInfo](
         Column("MS/TOKEN", lambda r: f"{r.token_interval_ms:.1f}", figure=True),
         Column("AGE", lambda r: f"{r.age_s:.1f} s", figure=True),
     ),
+    more=(
+        Column("FRONT END", lambda r: r.frontend_id),
+        Column("SLACK", lambda r: _optional(r, "pacer_slack_tokens", ".1f"), figure=True),
+        Column("QOE", lambda r: _optional(r, "qoe", ".2f"), figure=True),
+        Column("PREDICTED", lambda r: _optional(r, "predicted_remaining_tokens", ".0f"), figure=True),
+        Column("DEMOTED", lambda r: "demoted" if r.demoted else ""),
+    ),
     empty="no requests are running",
 )
 
@@ -177,6 +205,12 @@ MIGRATIONS = View[MigrationRecord](
         Column("PAUSE MS", lambda m: f"{m.pause_ms:.1f}", figure=True),
         Column("PAUSE STEPS", lambda m: f"{m.pause_steps:.1f}", figure=True),
         Column("REASON", lambda m: m.error or m.reason or NOTHING),
+    ),
+    more=(
+        Column("POLICY", lambda m: m.policy or NOTHING),
+        Column("TOKENS", lambda m: str(m.tokens), figure=True),
+        Column("STEP WAIT MS", lambda m: f"{m.step_wait_ms:.1f}", figure=True),
+        Column("WHY NOT LIVE", lambda m: m.way_reason or NOTHING),
     ),
     empty="no migrations yet",
 )

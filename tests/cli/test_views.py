@@ -197,3 +197,17 @@ def test_yaml_has_the_same_figures(run: Run, command: tuple[str, ...]) -> None:
         outputs = [run(*command, "-o", kind).stdout for kind in ("json", "yaml")]
     assert yaml.safe_load(outputs[1]) == json.loads(outputs[0])
     assert outputs[1].startswith("---\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "further"),
+    [("instances", "INCARNATION"), ("requests", "FRONT END"), ("migrations", "STEP WAIT MS")],
+)
+def test_wide_tables_have_further_columns(run: Run, kind: str, further: str) -> None:
+    usual, wide = (run("get", kind, "-o", output).stdout.splitlines() for output in ("table", "wide"))
+    assert further in wide[0] and further not in usual[0]
+    assert wide[0].startswith(usual[0].split()[0]) and len(wide) == len(usual) > 1
+
+
+def test_wide_is_offered_where_there_is_more(run: Run) -> None:
+    assert run("get", "pools", "-o", "wide").exit_code == 2
