@@ -66,7 +66,7 @@ class Results:
         """Return the client's row; a new one if it failed or is another version's."""
         row = self.rows.get(client.name)
         if row is None or row.version != client.version or row.failed:
-            row = Row(client.name, client.version)
+            row = Row(client.name, client.version, list(client.known))
         elif not row.passed:
             row.moved = None
         self.rows[client.name] = row

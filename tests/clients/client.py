@@ -49,6 +49,8 @@ class Client:
     model: Literal["tiny", "scripted"] = "tiny"
     # Pinned beside it.
     beside: Sequence[str] = ()
+    # Results that differ, since the fleet refuses what acts on a single engine.
+    known: Sequence[str] = ()
 
     @property
     def version(self) -> str:

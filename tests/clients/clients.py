@@ -16,8 +16,14 @@ CLIENTS: Final[Mapping[str, Client]] = {
         Client("litellm", "litellm==1.110.2", program("litellm_client.py")),
         # Of the environment that the tests run in.
         Client("vllm-bench", "vllm==0.32.0", tools.run_vllm_bench, "here"),
-        Client("schemathesis", "schemathesis==4.32.5", tools.run_schemathesis),
-        Client("lm-eval", "lm-eval[api]==0.4.13", tools.run_lm_eval),
+        Client(
+            "schemathesis",
+            "schemathesis==4.32.5",
+            tools.run_schemathesis,
+            known=("POST /is_scaling_elastic_ep", "POST /scale_elastic_ep"),
+        ),
+        # Without transformers, it reads no tokenizer.
+        Client("lm-eval", "lm-eval[api]==0.4.13", tools.run_lm_eval, beside=("transformers==5.19.0",)),
         # Any other torch is several gigabytes larger.
         Client("guidellm", "guidellm==0.8.1", tools.run_guidellm, beside=("torch==2.13.0",)),
         Client("aiperf", "aiperf==0.13.0", tools.run_aiperf),

@@ -39,6 +39,12 @@ def test_a_difference_is_named(moved: Outcome, what: str) -> None:
     assert list(row.differences()) == [what]
 
 
+def test_only_a_known_difference_passes() -> None:
+    row = complete(Outcome(2, {"b": "another"}, {"a": "text"}))
+    assert not dataclasses.replace(row, known=["a"]).passed
+    assert dataclasses.replace(row, known=["b"]).passed
+
+
 def test_a_run_without_moves_or_kill_does_not_pass() -> None:
     equal = Outcome(2, {"b": "refused"}, {"a": "text"})
     assert not complete(equal, kills=0).passed

@@ -137,7 +137,7 @@ def run_lm_eval(client: Client, run: Run) -> Outcome:
     documents = [
         {
             "question": f"<|im_start|>user\n{each.prompt}<|im_end|>\n<|im_start|>assistant\n",
-            "answer": f"<think>\n{each.thought}\n</think>\n\n{each.answer}",
+            "answer": f"<think>{each.thought}</think>{each.answer}",
             "choices": [f"<think>{word}" for word in (each.thought[:12], each.thought[:12][::-1])],
         }
         for each in tasks
