@@ -24,6 +24,7 @@ from tailrace.policy.requests import (
     PhaseShare,
     Prompt,
     RequestTable,
+    decodes,
     phase_share,
     share_of,
 )
@@ -237,6 +238,14 @@ class ReportedRows:
                 least = -math.inf
         return PhaseLoad(self.reasoning, fresh, least, quantum_tokens)
 
+    def any_decoding(self, without: Collection[str]) -> bool:
+        """Return whether any of the requests is past prefill and not paused, except those in `without`."""
+        states = full(self._columns.states, len(self.ids), types_pb2.REQUEST_STATE_UNSPECIFIED)
+        return any(
+            phase in (_REASONING, _ANSWERING) and state != _PAUSED and name not in without
+            for name, phase, state in zip(self.ids, self._phases, states, strict=True)
+        )
+
     def prompts(self) -> Mapping[str, Prompt]:
         """Return arrival and length of each request in prefill."""
         if self._prompts is None:
@@ -388,6 +397,10 @@ class ReportedRequests(RequestTable):
         return self._parts
 
     # ---- counts of the report, corrected by what has changed
+
+    def any_decoding(self) -> bool:
+        """Return whether any is past prefill and not migrating: in most tables the first one is."""
+        return self._rows.any_decoding(self._changed) or any(map(decodes, self._corrections()))
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of requests in prefill."""

@@ -109,6 +109,10 @@ class RequestTable(Sequence[RequestView]):
         mask: Mask = ~(self.in_prefill | self.migrating)
         return mask
 
+    def any_decoding(self) -> bool:
+        """Return whether any is past prefill and not migrating."""
+        return bool(self.decoding.any())
+
     @property
     def movable(self) -> Mask:
         """Return which can migrate; see the function `movable`."""

@@ -94,6 +94,7 @@ def test_counts_equal_those_of_the_requests(
     assert untouched.context_tokens.tolist() == [r.context_tokens for r in held]
     assert untouched.expected_remaining_tokens.tolist() == list(map(expected_remaining, held))
     assert untouched.movable.tolist() == list(map(movable, held))
+    assert untouched.any_decoding() == RequestTable(held).any_decoding() == any(map(decodes, held))
     assert untouched.decoding.tolist() == list(map(decodes, held))
     assert [untouched.view(row) for row in range(len(held))] == list(held)
     for tokens in (0, 3, 9):
