@@ -37,6 +37,7 @@ _REASONING: Final = types_pb2.PHASE_REASONING
 _ANSWERING: Final = types_pb2.PHASE_ANSWERING
 _RUNNING: Final = types_pb2.REQUEST_STATE_RUNNING
 _PAUSED: Final = types_pb2.REQUEST_STATE_PAUSED
+_PREEMPTED: Final = types_pb2.REQUEST_STATE_PREEMPTED
 _UNSPECIFIED: Final = types_pb2.PHASE_UNSPECIFIED
 # Any other state counts as waiting (tailrace.messages), also one that this version does not know.
 _ON_DEVICE: Final = frozenset(number for number, state in REQUEST_STATES.items() if state not in OFF_DEVICE)
@@ -283,6 +284,10 @@ class ReportedRows:
             case "migrating":
                 # Paused by their instance for a migration.
                 made = self._numbers(self._columns.states) == _PAUSED
+            case "with_kv":
+                states = self._numbers(self._columns.states)
+                in_host = self._numbers(self._columns.host_kv_blocks) * self._block_tokens > 0
+                made = (states == _RUNNING) | ((states == _PREEMPTED) & in_host)
             case "epochs":
                 made = self._numbers(self._epochs)
             case "arrival_s":
