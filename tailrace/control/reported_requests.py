@@ -24,6 +24,7 @@ from tailrace.policy.requests import (
     PhaseShare,
     Prompt,
     RequestTable,
+    decodes,
     phase_share,
     share_of,
 )
@@ -36,6 +37,7 @@ _REASONING: Final = types_pb2.PHASE_REASONING
 _ANSWERING: Final = types_pb2.PHASE_ANSWERING
 _RUNNING: Final = types_pb2.REQUEST_STATE_RUNNING
 _PAUSED: Final = types_pb2.REQUEST_STATE_PAUSED
+_PREEMPTED: Final = types_pb2.REQUEST_STATE_PREEMPTED
 _UNSPECIFIED: Final = types_pb2.PHASE_UNSPECIFIED
 # Any other state counts as waiting (tailrace.messages), also one that this version does not know.
 _ON_DEVICE: Final = frozenset(number for number, state in REQUEST_STATES.items() if state not in OFF_DEVICE)
@@ -237,6 +239,14 @@ class ReportedRows:
                 least = -math.inf
         return PhaseLoad(self.reasoning, fresh, least, quantum_tokens)
 
+    def any_decoding(self, without: Collection[str]) -> bool:
+        """Return whether any of the requests is past prefill and not paused, except those in `without`."""
+        states = full(self._columns.states, len(self.ids), types_pb2.REQUEST_STATE_UNSPECIFIED)
+        return any(
+            phase in (_REASONING, _ANSWERING) and state != _PAUSED and name not in without
+            for name, phase, state in zip(self.ids, self._phases, states, strict=True)
+        )
+
     def prompts(self) -> Mapping[str, Prompt]:
         """Return arrival and length of each request in prefill."""
         if self._prompts is None:
@@ -274,6 +284,10 @@ class ReportedRows:
             case "migrating":
                 # Paused by their instance for a migration.
                 made = self._numbers(self._columns.states) == _PAUSED
+            case "with_kv":
+                states = self._numbers(self._columns.states)
+                in_host = self._numbers(self._columns.host_kv_blocks) * self._block_tokens > 0
+                made = (states == _RUNNING) | ((states == _PREEMPTED) & in_host)
             case "epochs":
                 made = self._numbers(self._epochs)
             case "arrival_s":
@@ -388,6 +402,10 @@ class ReportedRequests(RequestTable):
         return self._parts
 
     # ---- counts of the report, corrected by what has changed
+
+    def any_decoding(self) -> bool:
+        """Return whether any is past prefill and not migrating: in most tables the first one is."""
+        return self._rows.any_decoding(self._changed) or any(map(decodes, self._corrections()))
 
     def prompts(self) -> list[Prompt]:
         """Return the prompts of requests in prefill."""

@@ -73,6 +73,8 @@ class RequestTable(Sequence[RequestView]):
     in_prefill = Column(np.bool_, lambda r: r.phase is Phase.PREFILL)
     running = Column(np.bool_, lambda r: r.state is RequestState.RUNNING)
     migrating = Column(np.bool_, lambda r: r.migrating)
+    # Running, or preempted with KV in host memory.
+    with_kv = Column(np.bool_, lambda r: has_kv(r.state, r.host_kv_tokens))
 
     def __init__(self, views: tuple[RequestView, ...] | None = None) -> None:
         """`views`: the requests; None: a subclass makes them."""
@@ -108,6 +110,10 @@ class RequestTable(Sequence[RequestView]):
         """Return which are past prefill and not migrating."""
         mask: Mask = ~(self.in_prefill | self.migrating)
         return mask
+
+    def any_decoding(self) -> bool:
+        """Return whether any is past prefill and not migrating."""
+        return bool(self.decoding.any())
 
     @property
     def movable(self) -> Mask:
@@ -201,6 +207,11 @@ class RequestTable(Sequence[RequestView]):
 def table_of(requests: Sequence[RequestView]) -> RequestTable:
     """Return the requests of an instance's view as a table."""
     return requests if isinstance(requests, RequestTable) else RequestTable(tuple(requests))
+
+
+def has_kv(state: RequestState, host_kv_tokens: int) -> bool:
+    """Return whether a request in this state runs, or has its KV in host memory until it does again."""
+    return state is RequestState.RUNNING or (state is RequestState.PREEMPTED and host_kv_tokens > 0)
 
 
 def decodes(request: RequestView) -> bool:

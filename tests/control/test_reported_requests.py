@@ -31,6 +31,7 @@ rows = st.builds(
     epoch=st.integers(0, 1),
     max_tokens=st.just(4),
     predicted_remaining_tokens=st.none() | st.sampled_from([0.0, 2.5, 9.0]),
+    host_kv_blocks=st.integers(0, 1),
 )
 views = st.builds(
     RequestView,
@@ -41,6 +42,7 @@ views = st.builds(
     prompt_tokens=st.integers(1, 2),
     output_tokens=st.just(1),
     max_tokens=st.just(1),
+    host_kv_tokens=st.sampled_from([0, 16]),
     pacer_slack_tokens=st.none() | st.sampled_from([-2.0, 0.0, 3.0]),
     phase_tokens=st.sampled_from([0, 1, 199, 200, 499, 500]),
     demoted=st.booleans(),
@@ -94,6 +96,7 @@ def test_counts_equal_those_of_the_requests(
     assert untouched.context_tokens.tolist() == [r.context_tokens for r in held]
     assert untouched.expected_remaining_tokens.tolist() == list(map(expected_remaining, held))
     assert untouched.movable.tolist() == list(map(movable, held))
+    assert untouched.any_decoding() == RequestTable(held).any_decoding() == any(map(decodes, held))
     assert untouched.decoding.tolist() == list(map(decodes, held))
     assert [untouched.view(row) for row in range(len(held))] == list(held)
     for tokens in (0, 3, 9):

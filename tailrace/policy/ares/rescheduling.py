@@ -33,17 +33,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.cluster import InstanceView, Phase, RequestState, RequestView
+from tailrace.cluster import InstanceView, RequestView
 from tailrace.perf.horizon import Floats, FutureLoad, Horizon, floats
 from tailrace.perf.remaining import expected_remaining
 from tailrace.policy.candidates import with_request
 from tailrace.policy.parameters import Parametrized, parameter
-from tailrace.policy.requests import table_of
+from tailrace.policy.requests import RequestTable, table_of
 
 
 @dataclass(frozen=True)
@@ -308,41 +308,34 @@ class Rescheduling(Constants):
 
     def enumerate(self, loads: Loads, over: Indices, targets: Targets) -> Candidates:
         """Enumerate the candidates of these overloaded instances (lines 17-23)."""
-        requests: list[RequestView] = []
-        running, preempted, prefill = RequestState.RUNNING, RequestState.PREEMPTED, Phase.PREFILL
+        tables: list[tuple[RequestTable, Indices]] = []
         origins: list[tuple[int, float, int]] = []
         for position in over.tolist():
             source = loads.instances[position]
             if source.migrations_out:
                 continue
-            decoding = [
-                r
-                for r in source.requests
-                if (r.state is running or (r.state is preempted and r.host_kv_tokens))
-                and r.phase is not prefill
-                and not r.migrating
-            ]
-            requests += decoding
-            origins.append((position, source.token_interval_s or self.token_interval_s, len(decoding)))
+            table = table_of(source.requests)
+            rows = np.flatnonzero(table.with_kv & table.decoding)
+            tables.append((table, rows))
+            origins.append((position, source.token_interval_s or self.token_interval_s, len(rows)))
         counts = [count for _, _, count in origins]
         sources = np.repeat(np.array([at for at, _, _ in origins], dtype=np.intp), counts)
         interval_s = np.repeat(floats([interval for _, interval, _ in origins]), counts)
-        tokens = floats([r.prompt_tokens + r.output_tokens for r in requests])
-        remaining = np.full(len(requests), np.inf)
-        promised = np.zeros(len(requests))
+        tokens = _joined([table.context_tokens[rows] for table, rows in tables])
+        remaining = np.full(len(tokens), np.inf)
+        promised = np.zeros(len(tokens))
         if loads.horizon.points:
-            # None becomes NaN.
-            known = np.array([r.predicted_remaining_tokens for r in requests], dtype=np.float64)
-            predicted = ~np.isnan(known)
-            remaining = floats([expected_remaining(r) for r in requests]) if not predicted.all() else known
-            np.copyto(promised, known, where=predicted)
+            remaining = _joined([table.expected_remaining_tokens[rows] for table, rows in tables])
+            # NaN: no prediction.
+            known = _joined([table.predicted_remaining_tokens[rows] for table, rows in tables])
+            np.copyto(promised, known, where=~np.isnan(known))
         patience_s = remaining * interval_s - self.open_s
         # Line 20 for the fastest of the targets.
         kept = np.flatnonzero(tokens * targets.copy_s.min(initial=np.inf) < patience_s)
         tokens, remaining = tokens[kept], remaining[kept]
         block_tokens = targets.block_tokens
         return Candidates(
-            requests=[requests[n] for n in kept.tolist()],
+            requests=_Rows(tables, kept),
             sources=sources[kept],
             tokens=tokens,
             remaining=remaining,
@@ -375,6 +368,36 @@ class Rescheduling(Constants):
             return None
         target = int(candidates.targets.positions[column])
         return Move(candidates.requests[row], int(candidates.sources[row]), target, gain)
+
+
+class _Rows(Sequence[RequestView]):
+    """Requests of several tables, viewed on access: of thousands of candidates one is moved."""
+
+    def __init__(self, tables: Sequence[tuple[RequestTable, Indices]], kept: Indices) -> None:
+        """`tables`: each with the rows that count; `kept`: those of all these rows that are meant."""
+        self._tables = tables
+        self._kept = kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> RequestView: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RequestView]: ...
+    def __getitem__(self, index: int | slice) -> RequestView | Sequence[RequestView]:
+        if isinstance(index, slice):
+            return _Rows(self._tables, self._kept[index])
+        at = int(self._kept[index])
+        for table, rows in self._tables:
+            if at < len(rows):
+                return table.view(int(rows[at]))
+            at -= len(rows)
+        raise IndexError(index)
+
+
+def _joined(columns: Sequence[NDArray[np.generic]]) -> Floats:
+    return np.concatenate(columns).astype(np.float64) if columns else np.empty(0)
 
 
 def _bounds(loads: Loads, over: Indices, under: Indices) -> Floats:

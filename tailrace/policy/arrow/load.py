@@ -73,7 +73,7 @@ def has_decodes_left(instance: InstanceView) -> bool:
     """
     if instance.running == 0 and instance.waiting == 0:
         return False
-    return bool(table_of(instance.requests).decoding.any())
+    return table_of(instance.requests).any_decoding()
 
 
 def mean_token_interval_s(instances: Sequence[InstanceView]) -> float:
