@@ -24,7 +24,7 @@ from tests.clients.clients import CLIENTS
 from tests.clients.fleets import WORKERS, make_model, plain_server, run_fleet
 from tests.clients.moving import Mover
 from tests.clients.rows import Row
-from tests.harness.forked import end_server
+from tests.harness.forked import end_servers
 from tests.harness.report import RESULTS, print_json, save, table_console
 
 _PATH: Final = RESULTS / "clients.json"
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if moved := [(client, row) for client, row in served if not row.moved and not row.failed]:
                     _run_moved(moved, results, Path(folder), model)
     finally:
-        end_server()
+        end_servers()
     rows = [results.rows[name] for name in selected]
     if options.output == "json":
         print_json("clients", {"rows": [row.as_json() for row in rows]})

@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from examples.fleet import Chat
 from tailrace.service.etcd import find_etcd
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
@@ -195,9 +197,13 @@ def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod]) -> 
     worker = pods["worker-0"]
     try:
         expected = chats.run(PROMPT)
-        # One on each worker.
-        running = [chats.start(PROMPT, lambda _, each=each: begun.add(each)) for each in range(2)]
         begun: set[int] = set()
+
+        def start(number: int) -> Future[Chat]:
+            return chats.start(PROMPT, lambda _: begun.add(number))
+
+        # One on each worker.
+        running = [start(number) for number in range(2)]
         wait_until(lambda: len(begun) == 2, "both answers to begin")
         assert worker.stop() == 0
         for each in running:
