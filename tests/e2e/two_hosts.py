@@ -12,11 +12,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import yaml
 
+from examples.fleet import Chat
 from tailrace.local.state import RunFolder, RunState
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
@@ -38,7 +40,7 @@ FLEET = {
             "engine": "simulated",
             "front": "rust",
             "http": f"{A}:{PORT}",
-            "flags": {"served-model-name": "tiny", "api-key": KEY, "encrypt-kv": True, "sim": ["speed=0.2"]},
+            "flags": {"served-model-name": "tiny", "api-key": KEY, "encrypt-kv": True, "sim": ["speed=0.1"]},
         }
     ],
     "policy": {"name": "least_loaded"},
@@ -145,8 +147,7 @@ def test_a_request_moves_to_the_other_host_which_dies(hosts: Hosts) -> None:
     chats = Chats(f"http://{A}:{PORT}")
     try:
         expected = chats.run(PROMPT)
-        running = chats.start(PROMPT)
-        request = wait_for_request(hosts)
+        running, request = decoding(hosts, chats)
         source = str(request["instance_id"])
         if source == "worker-a-0":
             hosts.checked("a", "tailrace", "migrate", str(request["request_id"]), "--to", "worker-b-0")
@@ -160,12 +161,17 @@ def test_a_request_moves_to_the_other_host_which_dies(hosts: Hosts) -> None:
         chats.close()
 
 
-def wait_for_request(hosts: Hosts) -> dict[str, object]:
+def decoding(hosts: Hosts, chats: Chats) -> tuple[Future[Chat], dict[str, object]]:
+    """Start an answer; return it once its request is seen to decode. If it ends before, start it again."""
+    running = [chats.start(PROMPT)]
     found: list[dict[str, object]] = []
 
     def decodes() -> bool:
+        if running[0].done():
+            running[0].result()
+            running[0] = chats.start(PROMPT)
         found[:] = hosts.figures("get", "requests")["requests"]
         return bool(found) and found[0]["phase"] in ("reasoning", "answering")
 
     wait_until(decodes, "the request to decode")
-    return found[0]
+    return running[0], found[0]
