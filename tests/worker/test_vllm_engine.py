@@ -487,6 +487,7 @@ async def move_at(engine: VllmEngine, front: Front, stream: Stream, moments: Seq
             states = {stats.request_id: stats.state for stats in engine.stats().requests}
             assert states[stream.request_id] == "paused"
             await bundle.put_back(stream)
+            await runs_again(front, stream)
     except EngineRefusal as refusal:
         # On a busy machine it can finish while its blocks are being copied.
         assert "has finished" in str(refusal)
@@ -494,6 +495,12 @@ async def move_at(engine: VllmEngine, front: Front, stream: Stream, moments: Seq
         await engine.export_resume(stream.request_id)
         return False
     return True
+
+
+async def runs_again(front: Front, stream: Stream) -> None:
+    """Wait for a token of a request that has come in, which counts as preempted before, or for its end."""
+    made = len(stream.tokens)
+    await front.until(lambda: stream.finished or len(stream.tokens) > made)
 
 
 async def test_migration_does_not_change_outputs(
