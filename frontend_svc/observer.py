@@ -27,7 +27,15 @@ from frontend_svc.streams import (
 from tailrace.cluster import Phase
 from tailrace.telemetry import attributes
 from tailrace.telemetry.metrics import counter_by, gauge_by
-from tailrace.telemetry.tracing import Attributes, fail, record_span, start_span, traceparent_of, wall_ns
+from tailrace.telemetry.tracing import (
+    Attributes,
+    fail,
+    record_span,
+    sampled_trace_of,
+    start_span,
+    traceparent_of,
+    wall_ns,
+)
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # A placement takes a few milliseconds: fine enough for its percentiles.
@@ -258,8 +266,8 @@ class RequestTraces:
 
 def exemplar_of(traceparent: str) -> dict[str, str] | None:
     """Return the labels that lead from a histogram to a request's trace; None: it is not sampled."""
-    _, trace_id, _, sampled = traceparent.split("-") if traceparent.count("-") == 3 else ("", "", "", "")
-    return {"trace_id": trace_id} if sampled == "01" and len(trace_id) == 32 else None
+    trace_id = sampled_trace_of(traceparent)
+    return {"trace_id": trace_id} if trace_id else None
 
 
 class StreamObserver:

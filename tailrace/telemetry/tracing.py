@@ -15,7 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final, Self
 
 from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import (
+    NoOpTracer,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    format_trace_id,
+    get_current_span,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
@@ -117,6 +126,12 @@ def resource_of(service: str, instance: str) -> Resource:
 def context_from_traceparent(traceparent: str) -> Context:
     """Return the parent context of a W3C traceparent; an empty one (a new trace) if it is "" or invalid."""
     return _PROPAGATOR.extract({"traceparent": traceparent}, context=Context())
+
+
+def sampled_trace_of(traceparent: str) -> str:
+    """Return the id of a W3C traceparent's trace in hex; "" if it is not sampled, or the text is invalid."""
+    context = get_current_span(context_from_traceparent(traceparent)).get_span_context()
+    return format_trace_id(context.trace_id) if context.is_valid and context.trace_flags.sampled else ""
 
 
 def traceparent_of(span: Span) -> str:
