@@ -94,8 +94,7 @@ def render(kind: str, file: Path, out: Path | None, folder: Path) -> None:
             _write(out / PROMETHEUS, HostFolder(prometheus(fleet, options, _ALERTS.read_text()), []), None)
             if issuer is not None:
                 _certify(issuer, out / PROMETHEUS, [SCRAPER], [])
-                for operator in (OPERATOR, ETCD_ROOT):
-                    issuer.issue(operator, [])
+                issuer.issue_operators()
     except FleetError as error:
         raise CliError(f"{file}: {error}") from error
     click.echo("\n".join(_next_steps(kind, source, out, folder)))
@@ -115,8 +114,7 @@ def _render_kubernetes(source: FleetFile, out: Path, folder: Path, keys: Path | 
                     certificates[identity] = {
                         str(path.relative_to(issued)): path.read_bytes() for path in paths
                     }
-                for operator in (OPERATOR, ETCD_ROOT):
-                    issuer.issue(operator, [])
+                issuer.issue_operators()
             texts = kubernetes.files(
                 fleet,
                 options,
@@ -216,6 +214,11 @@ class _Issuer:
             authority = Authority.create(folder)
             note(f"new authorities in {folder}: keep ca.key and etcd-ca.key on a machine without services")
         return cls(authority, {issued.identity: issued for issued in authority.issued()})
+
+    def issue_operators(self) -> None:
+        """Issue the certificates of the operator and of etcd's root user, which stay here."""
+        for operator in (OPERATOR, ETCD_ROOT):
+            self.issue(operator, [])
 
     def issue(self, identity: Identity, hosts: list[str]) -> Path:
         """Return the folder of a certificate for these hosts; one that there is stays as long as it lasts."""

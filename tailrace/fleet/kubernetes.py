@@ -222,22 +222,20 @@ def _workload(fleet: Fleet, options: ClusterOptions, part: _Part) -> Iterator[Ma
         spec["strategy"] = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
         yield _object("apps/v1", "Deployment", kind, fleet, spec=spec)
     if kind != "migration":
-        yield _reached(fleet, options, kind)
+        yield _reached(fleet, kind)
     if part.count > 1:
         budget = {"maxUnavailable": 1, "selector": selector}
         yield _object("policy/v1", "PodDisruptionBudget", kind, fleet, spec=budget)
 
 
-def _reached(fleet: Fleet, options: ClusterOptions, kind: str) -> Manifest:
+def _reached(fleet: Fleet, kind: str) -> Manifest:
     """Return the service in front of pods. Pods find each other in etcd: these are for names, and for
     people."""
-    ports = {
-        "etcd": {"client": CLIENT_PORT, "peer": PEER_PORT},
-        "frontend": {"http": parse_address(fleet.model.http)[1]},
-    }.get(kind, {"grpc": PORTS.get(kind)})
+    ports = _ports(fleet, kind)
+    names = {"etcd": ["client", "peer"], "frontend": ["http"]}.get(kind, ["grpc"])
     spec: Manifest = {
         "selector": _labels(kind),
-        "ports": [{"name": name, "port": port} for name, port in ports.items()],
+        "ports": [{"name": name, "port": ports[name]} for name in names],
     }
     if kind in ("etcd", "worker"):
         # Members look for each other before they are ready.
@@ -317,7 +315,9 @@ def _container(fleet: Fleet, options: ClusterOptions, part: _Part, mounts: Seque
     kind, own = part.kind, fleet.kubernetes
     image = "engine" if kind in ("worker", "frontend") else "control"
     prefix = f"{own.registry}/" if own.registry else ""
-    environment = {**environment_of(options, f"monitor:{PORTS['monitor']}"), **part.spec.environment}
+    environment = {**part.spec.environment}
+    if kind != "etcd":
+        environment = {**environment_of(options, f"monitor:{PORTS['monitor']}"), **environment}
     security: Manifest = {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -326,20 +326,17 @@ def _container(fleet: Fleet, options: ClusterOptions, part: _Part, mounts: Seque
     if kind == "worker" and own.rdma:
         # Memory of RDMA is pinned.
         security["capabilities"]["add"] = ["IPC_LOCK"]
-    container: Manifest = {
+    return {
         "name": kind,
         "image": ETCD_IMAGE if kind == "etcd" else f"{prefix}tailrace-{image}:{__version__}",
         "command": [_escaped(word) for word in part.spec.command],
         "env": [*_POD, *({"name": name, "value": _escaped(value)} for name, value in environment.items())],
-        "ports": _ports(fleet, part),
+        "ports": [{"name": name, "containerPort": port} for name, port in _ports(fleet, kind).items()],
         **_probes(part),
         "resources": _resources(fleet, options, kind),
         "securityContext": security,
         "volumeMounts": [*mounts],
     }
-    if kind == "etcd":
-        container["env"] = [*_POD]
-    return container
 
 
 def _escaped(word: str) -> str:
@@ -349,15 +346,12 @@ def _escaped(word: str) -> str:
     )
 
 
-def _ports(fleet: Fleet, part: _Part) -> list[Manifest]:
-    if part.kind == "etcd":
-        named = {"client": CLIENT_PORT, "peer": PEER_PORT}
-    else:
-        port = PORTS[part.kind]
-        named = {"grpc": port, "metrics": port + METRICS_ABOVE}
-    if part.kind == "frontend":
-        named["http"] = parse_address(fleet.model.http)[1]
-    return [{"name": name, "containerPort": port} for name, port in named.items()]
+def _ports(fleet: Fleet, kind: str) -> dict[str, int]:
+    """Return the ports of a kind of pod, by their names."""
+    if kind == "etcd":
+        return {"client": CLIENT_PORT, "peer": PEER_PORT}
+    ports = {"grpc": PORTS[kind], "metrics": PORTS[kind] + METRICS_ABOVE}
+    return ports | ({"http": parse_address(fleet.model.http)[1]} if kind == "frontend" else {})
 
 
 def _probes(part: _Part) -> Manifest:
