@@ -5,24 +5,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.namespaces import NamespacesUnavailable, command_in_namespaces
+from tests.e2e.inside import run_inside
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-TESTS = Path(__file__).with_name("two_nodes.py")
-
 
 def test_engine_on_two_nodes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", str(TESTS), "-p", "no:cacheprovider", "-rA", "-m", "slow"]
-    try:
-        inside = command_in_namespaces([*command, "--basetemp", str(tmp_path / "inside")])
-    except NamespacesUnavailable as reason:
-        pytest.skip(str(reason))
-    result = subprocess.run(inside, capture_output=True, text=True, timeout=1400)
-    assert result.returncode == 0, result.stdout[-8000:]
+    run_inside(Path(__file__).with_name("two_nodes.py"), tmp_path, "-m", "slow", timeout_s=1400)
