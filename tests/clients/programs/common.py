@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Cases: TypeAlias = Mapping[str, Callable[[], object]]
 """Cases by name. Each returns what is compared, as JSON has it."""
@@ -31,6 +31,19 @@ SCHEMA = {
 }
 # The tiny model may put white space without end where the grammar allows it.
 MAX_TOKENS = 400
+FORCED_TOOL: Mapping[str, Any] = {
+    "max_tokens": MAX_TOKENS,
+    "tools": [
+        {"type": "function", "function": {"name": "turn", "description": "Turn.", "parameters": SCHEMA}}
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "turn"}},
+}
+"""Options of an OpenAI chat that make the model call a tool."""
+
+
+def tool_calls(reply: Any) -> object:
+    """Return names and arguments of the tools that an OpenAI reply calls."""
+    return [[call.function.name, call.function.arguments] for call in reply.choices[0].message.tool_calls]
 
 
 def main(cases: Callable[[str, str, list[str]], Cases]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import litellm
-from common import MAX_TOKENS, SCHEMA, Cases, main
+from common import FORCED_TOOL, Cases, main, tool_calls
 
 _WAIT_S = 600.0
 
@@ -26,14 +26,7 @@ def cases(url: str, model: str, prompts: list[str]) -> Cases:
         return message(choice)
 
     def tool(prompt: str) -> object:
-        function = {"name": "turn", "description": "Turn.", "parameters": SCHEMA}
-        reply = ask(
-            prompt,
-            max_tokens=MAX_TOKENS,
-            tools=[{"type": "function", "function": function}],
-            tool_choice={"type": "function", "function": {"name": "turn"}},
-        )
-        return [[c.function.name, c.function.arguments] for c in reply.choices[0].message.tool_calls]
+        return tool_calls(ask(prompt, **FORCED_TOOL))
 
     def text(prompt: str) -> object:
         reply = litellm.text_completion(

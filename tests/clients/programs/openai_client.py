@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import MAX_TOKENS, SCHEMA, Cases, main
+from common import FORCED_TOOL, MAX_TOKENS, SCHEMA, Cases, main, tool_calls
 from openai import NotFoundError, OpenAI
 
 _WAIT_S = 600.0
@@ -49,14 +49,7 @@ def cases(url: str, model: str, prompts: list[str]) -> Cases:
         return reply.choices[0].message.content
 
     def tool(prompt: str) -> object:
-        function = {"name": "turn", "description": "Turn.", "parameters": SCHEMA}
-        reply = ask(
-            prompt,
-            max_tokens=MAX_TOKENS,
-            tools=[{"type": "function", "function": function}],
-            tool_choice={"type": "function", "function": {"name": "turn"}},
-        )
-        return [[c.function.name, c.function.arguments] for c in reply.choices[0].message.tool_calls]
+        return tool_calls(ask(prompt, **FORCED_TOOL))
 
     def response(prompt: str) -> object:
         return client.responses.create(model=model, input=prompt, temperature=0).output_text
