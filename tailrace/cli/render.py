@@ -42,6 +42,7 @@ from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder
 from tailrace.security.authority import Authority, AuthorityProblem, Issued
 from tailrace.security.credentials import AUTHORITIES
 from tailrace.security.roles import Identity
+from tailrace.tenancy.file import KeyFileUnusable, read_keys
 
 _ALERTS: Final = Path(__file__).parent.parent / "fleet" / "alerts.yml"
 # A certificate that ends sooner is issued again.
@@ -69,8 +70,11 @@ def render(kind: str, file: Path, out: Path | None, folder: Path) -> None:
     fleet = source.fleet
     out = out or Path("kubernetes" if kind == "kubernetes" else "hosts")
     keys = source.beside(fleet.keys) if fleet.keys else None
-    if keys is not None and not keys.is_file():
-        raise UsageProblem(f"{keys}: no such file; tailrace keys make NAME --file {keys} makes it")
+    if keys is not None:
+        if not keys.is_file():
+            raise UsageProblem(f"{keys}: no such file; tailrace keys make NAME --file {keys} makes it")
+        with file_errors(KeyFileUnusable):
+            read_keys(keys)
     if kind == "kubernetes":
         _render_kubernetes(source, out, folder, keys)
         return

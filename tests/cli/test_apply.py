@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tailrace.tiny import MODEL_PATH
-from tests.fleet.files import TWO_HOSTS, changed
+from tests.fleet.files import PODS, TWO_HOSTS, changed
 from tests.harness.processes import FAST_FRONT, wait_until
 from tests.harness.rollouts import Load
 from tests.harness.working_folder import WorkingFolder
@@ -111,6 +111,18 @@ def test_wrong_usage(here: FleetFolder, arguments: tuple[str, ...], message: str
     assert result.returncode in (1, 2)
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("kind", "content"), [("systemd", TWO_HOSTS), ("kubernetes", PODS)])
+def test_keys_that_front_ends_cannot_read_are_not_handed_out(
+    here: FleetFolder, kind: str, content: dict[str, object]
+) -> None:
+    (here.path / "fleet.yaml").write_text(yaml.safe_dump(content))
+    (here.path / "keys.json").write_bytes(b"\xff")
+    result = here.tailrace("render", kind, "-f", "fleet.yaml", "--out", "made")
+    assert result.returncode == 1
+    assert "keys.json: JSON is malformed" in result.stderr and "Traceback" not in result.stderr
+    assert not (here.path / "made").exists()
 
 
 def test_flags_are_checked_with_the_file(here: FleetFolder) -> None:

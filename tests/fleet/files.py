@@ -26,6 +26,13 @@ TWO_HOSTS = {
     "tls": True,
 }
 ONE_MACHINE = {"models": [MODEL]}
+# For Kubernetes.
+PODS = {
+    "models": [{**MODEL, "replicas": 4, "frontends": 2, "http": "0.0.0.0:8000"}],
+    "keys": "keys.json",
+    "tls": True,
+    "schedulers": 2,
+}
 
 
 def write(folder: Path, content: Any) -> Path:

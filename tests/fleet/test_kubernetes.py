@@ -14,14 +14,8 @@ from tailrace.cli.fleet_file import common_options
 from tailrace.fleet.file import FleetError
 from tailrace.fleet.kubernetes import OPTIONAL, files, identities
 from tests.deploy.services import longest_s, parse_serve
-from tests.fleet.files import MODEL, changed, read
+from tests.fleet.files import MODEL, PODS, changed, read
 
-PODS = {
-    "models": [{**MODEL, "replicas": 4, "frontends": 2, "http": "0.0.0.0:8000"}],
-    "keys": "keys.json",
-    "tls": True,
-    "schedulers": 2,
-}
 # A small one without TLS and GPUs, and a large one with everything.
 SMALL = {
     "models": [{**MODEL, "replicas": 1, "http": "0.0.0.0:8000", "engine": "simulated"}],
