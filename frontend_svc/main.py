@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -38,6 +36,7 @@ from tailrace.address import format_address
 from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
 from tailrace.model_identity import identify_model
 from tailrace.security.options import exposed
+from tailrace.service import vllm_rs
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
@@ -295,14 +294,12 @@ def _host_port(name: tuple[str, int]) -> str:
 
 def _vllm_rs(configured: Path | None) -> Path:
     """Return the path of the executable. Raise click.ClickException if it does not exist."""
-    path = str(configured) if configured is not None else shutil.which("vllm-rs")
-    if path is None:
-        path = str(Path(sysconfig.get_path("scripts")) / "vllm-rs")
-    if not Path(path).is_file():
+    path = vllm_rs.find() if configured is None else configured
+    if path is None or not path.is_file():
         raise click.ClickException(
-            f"no vllm-rs at {path}; `make install FRONT=rust` extracts it from vLLM's wheel"
+            f"no vllm-rs at {path or vllm_rs.beside_python()}; `python -m {vllm_rs.__name__}` fetches it"
         )
-    return Path(path).absolute()
+    return path.absolute()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #
 #   scripts/install.sh [--rust] [--vllm VERSION]
 #
-#   --rust           also fetch vLLM's Rust front end into .venv/bin/vllm-rs (one 326 MB download)
+#   --rust           also fetch vLLM's Rust front end into .venv/bin/vllm-rs (a 19 MB download)
 #   --vllm VERSION   with another vLLM than the pinned one, in build/vllm-VERSION instead of .venv
 #
 # PYTHON names the interpreter (default python3). The log of the last pip run is install.log in the environment.
@@ -112,6 +112,6 @@ fi
 
 if [[ $rust == yes && ! -x $venv/bin/vllm-rs ]]; then
   say "fetching vLLM's Rust front end"
-  "$venv/bin/python" scripts/fetch_vllm_rs.py "$venv/bin/vllm-rs"
+  "$venv/bin/python" -m tailrace.service.vllm_rs "$PWD/$venv/bin/vllm-rs"
 fi
 say "ready: $venv ($engine engine, etcd from $etcd)"

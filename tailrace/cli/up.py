@@ -31,12 +31,18 @@ from tailrace.cli.line import count, with_line
 from tailrace.cli.output import note
 from tailrace.fleet.hosts import control_hosts
 from tailrace.local.certificates import issue_certificates
-from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine
+from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, Tier
 from tailrace.local.ports import PortUnavailable, require_free
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
 from tailrace.local.progress import make_progress
-from tailrace.local.requirements import Missing, loses_precision, require_installed, visible_gpus
+from tailrace.local.requirements import (
+    Missing,
+    loses_precision,
+    require_installed,
+    visible_gpus,
+    vllm_version,
+)
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import objectives_message
@@ -111,7 +117,7 @@ def up(
         raise UsageProblem("--on: names a host of a --file")
     else:
         options = replace(
-            _with_addresses(with_line(options, arguments)),
+            _with_front(_with_addresses(with_line(options, arguments))),
             policy_parameters=_policy_parameters(options.policy, assignments),
             traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
         )
@@ -143,6 +149,14 @@ def _with_addresses(options: ClusterOptions) -> ClusterOptions:
     if source("port") is ParameterSource.DEFAULT:
         options = replace(options, port=count(line, "port", options.port))
     return options
+
+
+def _with_front(options: ClusterOptions) -> ClusterOptions:
+    """Return the options with vllm-rs as the API server, if none is named and only that one can run here."""
+    named = click.get_current_context().get_parameter_source("front") is not ParameterSource.DEFAULT
+    if named or options.engine is not Engine.SIMULATED or vllm_version():
+        return options
+    return replace(options, front=Front.RUST)
 
 
 def on_this_machine(options: ClusterOptions, workers: int | None) -> ClusterOptions:
@@ -204,7 +218,7 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
             require_model(options.model)
             if not TOKENIZER_FLAGS & options.line.flags.keys():
                 require_tokenizer(options.model)
-            require_installed(options)
+            require_installed(options, lambda text: note(f"tailrace up: {text}"))
         if plan.tier(Tier.FRONTEND):
             require_free(options.host, options.port)
         shutil.rmtree(folder.data, ignore_errors=True)

@@ -20,7 +20,7 @@ from typing import Final
 
 from tailrace import TESTED_VLLM
 from tailrace.local.ports import PortUnavailable, require_free
-from tailrace.local.requirements import ucxx_version, vllm_version
+from tailrace.local.requirements import INSTALL_VLLM, ucxx_version, vllm_version
 from tailrace.model_folder import ModelFolderError, require_model, require_tokenizer
 from tailrace.security.credentials import UnusableCredentials, read_credentials
 from tailrace.tenancy.file import KeyFileUnusable, read_keys, readers_problem
@@ -87,7 +87,7 @@ def check_host(host: Host) -> Iterator[Finding]:
 
 def _packages(host: Host) -> Iterator[Finding]:
     installed = vllm_version()
-    mend = "scripts/install.sh installs it (pip install 'tailrace[vllm]')"
+    mend = INSTALL_VLLM
     if not installed:
         yield Finding("vLLM", Verdict.PROBLEM, "not installed: no worker and no front end can run here", mend)
     elif not installed.startswith(TESTED_VLLM):

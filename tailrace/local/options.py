@@ -48,7 +48,12 @@ class ClusterOptions:
     )
     # The policy's parameters that differ from their defaults.
     policy_parameters: Mapping[str, str] = field(default_factory=dict)
-    front: Front = setting(Front.PYTHON, "vLLM's API server: its Python app or vllm-rs.", type=OneOf(Front))
+    front: Front = setting(
+        Front.PYTHON,
+        "vLLM's API server: its Python app or vllm-rs.",
+        type=OneOf(Front),
+        show_default="python; rust with simulated engines where vLLM is not installed",
+    )
     host: str = setting(
         LOOPBACK, "HTTP address; beyond loopback it requires API keys (or --insecure).", metavar="HOST"
     )

