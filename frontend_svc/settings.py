@@ -15,7 +15,7 @@ from frontend_svc.api_server.spec import (
     BodyLimits,
     ConnectionLimits,
 )
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, RealRange, WholeRange
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.options import KEPT_ANSWERS
 from tailrace.service.settings import OneOf, setting
@@ -45,7 +45,7 @@ class WaitLimits:
         "Maximum seconds that a request waits for its first instance if there is none.  "
         f"[default: 5; {_RUST_PLACE_S:g} with --front rust]",
         "--place-wait",
-        type=RealRange(min=0),
+        type=Duration(min=0),
         show_default=False,
     )
     # A stream that an engine had: the client waits for an answer that had begun, or was about to.
@@ -53,7 +53,7 @@ class WaitLimits:
         60.0,
         "The same for a request that an instance has started, when that instance is lost.",
         "--resume-wait",
-        type=RealRange(min=0),
+        type=Duration(min=0),
     )
 
 
@@ -131,7 +131,7 @@ class Settings:
         300.0,
         "On SIGTERM, how long running streams may take to finish before they end with an error.",
         "--drain-timeout",
-        type=RealRange(min=0),
+        type=Duration(min=0),
         metavar="SECONDS",
     )
     limits: Limits = Limits()

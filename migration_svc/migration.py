@@ -16,7 +16,7 @@ from migration_svc.journal import Closed, Journal, Opened
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.traces import MigrationTrace, MigrationTraces
 from tailrace.handover import SETTLE_S
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, WholeRange
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded, format_error
 from tailrace.service.settings import setting
@@ -44,13 +44,13 @@ class CopyRules:
         10.0,
         "Maximum seconds that a migration waits for a slot, and again for room at its target.",
         "--patience",
-        type=RealRange(min=0.1),
+        type=Duration(min=0.1),
     )
     timeout_s: float = setting(
         10.0,
         "Seconds after which an uncommitted migration is aborted, from when it has room.",
         "--timeout",
-        type=RealRange(min=0.1),
+        type=Duration(min=0.1),
     )
     max_rounds: int = setting(
         4,

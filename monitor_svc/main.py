@@ -16,7 +16,7 @@ from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
 from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, WholeRange
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
@@ -34,7 +34,7 @@ _DRAIN_S: Final = 10.0
 @common_options(KIND)
 @click.option(
     "--patience",
-    type=RealRange(min=0.1),
+    type=Duration(min=0.1),
     default=2.0,
     show_default=True,
     help="Seconds without a report after which an instance counts as silent.",

@@ -38,7 +38,7 @@ from tailrace.control.events import KnownMembers, MembersChanged
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Call, Guard, warm_up
-from tailrace.numeric import RealRange
+from tailrace.numeric import Duration, RealRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
 from tailrace.records import PolicyRecord, encode_policy, suspended
@@ -92,7 +92,7 @@ _DRAIN_S: Final = 10.0
 @click.option(
     "--call-budget",
     "call_budget_s",
-    type=RealRange(min=0.001, max=10.0),
+    type=Duration(min=0.001, max=10.0),
     default=DEFAULT_BUDGETS.call_s,
     show_default=True,
     metavar="SECONDS",

@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from tailrace.bounded import shown
+from tailrace.durations import UNITS, in_seconds
 
 # Seconds, rates, factors: whatever it counts, more is a slip of the pen.
 _REAL_MAX: Final = 1e12
@@ -31,6 +32,21 @@ class RealRange(click.FloatRange):
             self.fail(f"{shown(value)} is out of range", param, ctx)
         converted: float = super().convert(number, param, ctx)
         return converted
+
+
+class Duration(RealRange):
+    """A number of seconds within bounds, or one with another unit: 500ms, 2m, 1h, 7d."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds. Raise click.BadParameter."""
+        seconds = in_seconds(value) if isinstance(value, str) else value
+        try:
+            float(seconds)
+        except (ValueError, OverflowError):
+            self.fail(f"{shown(value)} is not a duration: seconds, or a number with {UNITS}", param, ctx)
+        return super().convert(seconds, param, ctx)
 
 
 class WholeRange(click.IntRange):

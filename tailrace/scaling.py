@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from tailrace.cluster import InstanceState, InstanceView
 from tailrace.lengths import PARTS, LengthStatistics
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, RealRange, WholeRange
 from tailrace.perf.steps import StepModel, StepTimes
 from tailrace.service.settings import setting
 from tailrace.slo import Slo
@@ -49,28 +49,28 @@ class Scaling:
         60.0,
         "Period over which the rate and the lengths of requests are measured.",
         "--desired-window",
-        type=RealRange(min=1, max=86_400),
+        type=Duration(min=1, max=86_400),
         metavar="SECONDS",
     )
     catch_up_s: float = setting(
         30.0,
         "Time within which the desired instances would work off what waits.",
         "--desired-catch-up",
-        type=RealRange(min=1, max=86_400),
+        type=Duration(min=1, max=86_400),
         metavar="SECONDS",
     )
     up_delay_s: float = setting(
         10.0,
         "How long the load must need more instances before more are desired.",
         "--desired-up-delay",
-        type=RealRange(min=0, max=86_400),
+        type=Duration(min=0, max=86_400),
         metavar="SECONDS",
     )
     cooldown_s: float = setting(
         300.0,
         "How long the load must need fewer instances before fewer are desired.",
         "--desired-cooldown",
-        type=RealRange(min=0, max=86_400),
+        type=Duration(min=0, max=86_400),
         metavar="SECONDS",
     )
 

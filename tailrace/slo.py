@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
 from typing import Final, Protocol
 
 from tailrace.policy.parameters import Parameter, ParameterError, Value, parse_parameters
@@ -152,8 +151,6 @@ OBJECTIVES: Final = (
     ),
 )
 
-_TIMES: Final = frozenset(each.name for each in OBJECTIVES if each.unit.split(" ")[0] == "s")
-
 
 def changed_slo(slo: Slo, changes: Mapping[str, Value]) -> Slo:
     """Return the SLO with some objectives changed, by the names of OBJECTIVES; 0 removes one.
@@ -169,21 +166,8 @@ def read_objectives(texts: Mapping[str, str]) -> dict[str, float]:
 
     Raise ParameterError for unknown names and invalid values.
     """
-    given = {name: _in_seconds(text) if name in _TIMES else text for name, text in texts.items()}
-    changed_slo(Slo(), given)
-    return {name: float(text) for name, text in given.items()}
-
-
-def _in_seconds(text: str) -> str:
-    """Return a time with a unit in seconds; any other text as it is."""
-    for unit, digits in (("ms", -3), ("s", 0)):
-        number = text.removesuffix(unit)
-        try:
-            if number != text:
-                return str(Decimal(number).scaleb(digits))
-        except InvalidOperation:
-            return text
-    return text
+    changed = objectives(changed_slo(Slo(), texts))
+    return {name: changed[name] or 0.0 for name in texts}
 
 
 def objectives(slo: Slo) -> dict[str, float | None]:

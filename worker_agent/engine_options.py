@@ -11,7 +11,7 @@ import click
 
 from tailrace.collector import collector_paused
 from tailrace.json_value import JsonValue
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, WholeRange
 from tailrace.service.settings import empty_setting, setting
 from tailrace.service.vllm_line import VllmLine
 
@@ -65,7 +65,7 @@ class EngineOptions:
         600.0,
         "How long the other machines of an engine (--nnodes, vLLM only) may take to join.",
         "--nodes-timeout",
-        type=RealRange(min=1),
+        type=Duration(min=1),
         metavar="SECONDS",
     )
     host_kv_bytes: int | None = setting(

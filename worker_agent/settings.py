@@ -9,7 +9,7 @@ import click
 from tailrace.handover import ADOPT_S
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.intra.registry import intra_names
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, RealRange, WholeRange
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
 from tailrace.service.settings import Parsed, setting
@@ -59,26 +59,26 @@ class WorkerSettings:
         type=WholeRange(min=1),
     )
     report_s: float = setting(
-        0.5, "Seconds between periodic reports.", "--report-interval", type=RealRange(min=0.01)
+        0.5, "Seconds between periodic reports.", "--report-interval", type=Duration(min=0.01)
     )
     # When an engine that has requests to run but finishes no step counts as hung: progress.py.
     step_limit_s: float = setting(
         300.0,
         "Seconds without a finished step after which an engine with requests to run always counts as hung.",
         "--step-limit",
-        type=RealRange(min=1),
+        type=Duration(min=1),
     )
     step_floor_s: float = setting(
         30.0,
         "Minimum of the same limit when derived from recent steps (ten times the longest of its kind).",
         "--step-floor",
-        type=RealRange(min=1),
+        type=Duration(min=1),
     )
     drain_timeout_s: float = setting(
         60.0,
         "On SIGTERM, how long its requests may take to migrate; the rest is recomputed elsewhere.",
         "--drain-timeout",
-        type=RealRange(min=0),
+        type=Duration(min=0),
         metavar="SECONDS",
     )
     pull_timeout_s: float = setting(
@@ -86,7 +86,7 @@ class WorkerSettings:
         "How long a pull of a prefix from another worker may take; after that the prompt is computed.",
         "--pull-timeout",
         # No holder lends for longer.
-        type=RealRange(min=0, min_open=True, max=LOAN_MAX_S),
+        type=Duration(min=0, min_open=True, max=LOAN_MAX_S),
         metavar="SECONDS",
     )
     migration_bandwidth_share: float = setting(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, WholeRange
 from tailrace.service.settings import setting
 from tailrace.service.vllm_line import NO_LINE, VllmLine
 
@@ -45,7 +45,7 @@ class ConnectionLimits:
         10.0,
         "How long a connection may take to send a request's header (--front python only).",
         "--header-timeout",
-        type=RealRange(min=0.1),
+        type=Duration(min=0.1),
         metavar="SECONDS",
     )
     max_pending: int = setting(
@@ -94,7 +94,7 @@ class BodyLimits:
         30.0,
         "Time for a request's body to arrive, besides a second for each 256 KiB (--front python only).",
         "--body-timeout",
-        type=RealRange(min=0.1),
+        type=Duration(min=0.1),
         metavar="SECONDS",
     )
 

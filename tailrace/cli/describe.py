@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -23,8 +23,17 @@ _INDENT: Final = "  "
 Plain = dict[str, JsonValue]
 
 
+class _Kind(click.Choice[str]):
+    """Kinds of things; the plural is taken, too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the kind. Raise click.BadParameter."""
+        singular = str(value).removesuffix("s")
+        return super().convert(singular if singular in _KINDS else value, param, ctx)
+
+
 @click.command(epilog="Example: tailrace describe request chatcmpl-8f3a")
-@click.argument("kind", type=click.Choice(list(_KINDS)))
+@click.argument("kind", type=_Kind(list(_KINDS)))
 @click.argument("name")
 @output_option()
 @admin_option

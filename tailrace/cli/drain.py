@@ -10,7 +10,7 @@ import grpc
 from tailrace.cli.admin import admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_json
-from tailrace.numeric import RealRange
+from tailrace.numeric import Duration
 from tailrace.v1.admin_pb2 import DrainEvent, DrainRequest
 
 
@@ -20,7 +20,7 @@ from tailrace.v1.admin_pb2 import DrainEvent, DrainRequest
 @click.option(
     "--timeout",
     "timeout_s",
-    type=RealRange(min=1),
+    type=Duration(min=1),
     default=600.0,
     show_default=True,
     help="Seconds to wait.",

@@ -65,7 +65,7 @@ def rpc_errors(address: str, hint: str = "", diagnose: Callable[[], str] = str) 
 def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable[[], str]) -> CliError:
     if not isinstance(error, grpc.Call):
         return CliError(f"the admin API at {address} failed: {error}")
-    code, details = error.code(), _as_typed((error.details() or "").strip().rstrip("."))
+    code, details = error.code(), _without_field((error.details() or "").strip().rstrip("."))
     match code:
         case grpc.StatusCode.UNAVAILABLE if is_from_server(error):
             # No scheduler can carry it out now, such as while another one takes over.
@@ -95,20 +95,17 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
             return CliError(_with_hint(details or code.name.lower().replace("_", " "), hint))
 
 
-# Fields of the admin API, as a user types what they hold.
-_TYPED: Final = {
-    "id": "REQUEST_OR_TRACE_ID",
-    "instance_id": "INSTANCE",
-    "name": "NAME",
-    "request_id": "REQUEST",
-    "target_instance_id": "--to",
-}
+# Fields of the admin API with which its errors begin. Who types a command knows no fields, and the rest of
+# the message quotes what was typed, unless that is missing.
+_FIELDS: Final = frozenset(
+    {"id", "instance_id", "name", "parameters", "request_id", "slo", "target_instance_id"}
+)
 
 
-def _as_typed(details: str) -> str:
-    """Return the details with what the command line calls the field that they begin with."""
+def _without_field(details: str) -> str:
+    """Return the details without the field that they begin with."""
     field, colon, reason = details.partition(": ")
-    return f"{_TYPED[field]}: {reason}" if colon and field in _TYPED else details
+    return reason if colon and field in _FIELDS and not reason.startswith("must") else details
 
 
 def _with_hint(text: str, hint: str) -> str:

@@ -100,7 +100,7 @@ def _wide_options(function: F) -> F:
 
 def _watched(output: Callable[[F], F]) -> Callable[[F], F]:
     watch = click.option(
-        "--watch", is_flag=True, help="Refresh every second until Ctrl-C (-o json: one line each)."
+        "-w", "--watch", is_flag=True, help="Refresh every second until Ctrl-C (-o json: one line each)."
     )
     return lambda function: output(watch(admin_option(function)))
 

@@ -12,7 +12,7 @@ from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import to_plain_list
 from tailrace.cli.tables import PROFILES
-from tailrace.numeric import RealRange
+from tailrace.numeric import Duration
 from tailrace.v1.admin_pb2 import AdminProfileRequest, ListInstancesRequest
 from tailrace.v1.profile_pb2 import MeasuredProfile
 from tailrace.v1.types_pb2 import INSTANCE_STATE_SUSPECT
@@ -32,7 +32,7 @@ _HINT: Final = "tailrace get instances lists them"
 @click.option(
     "--budget",
     "budget_s",
-    type=RealRange(min=1, max=600),
+    type=Duration(min=1, max=600),
     default=60.0,
     show_default=True,
     help="Maximum seconds per instance; more time allows longer prompts and larger batches.",

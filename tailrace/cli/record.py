@@ -11,7 +11,7 @@ import click
 from tailrace.cli.admin import admin_option, connect
 from tailrace.cli.errors import CliError, file_errors
 from tailrace.cli.output import note
-from tailrace.numeric import RealRange
+from tailrace.numeric import Duration
 from tailrace.v1.admin_pb2 import RecordRequest
 
 # Time beyond the recording itself for its first lines, one per instance.
@@ -23,7 +23,7 @@ _MARGIN_S: Final = 10.0
 @click.option(
     "--for",
     "seconds",
-    type=RealRange(min=0, max=3600, min_open=True),
+    type=Duration(min=0, max=3600, min_open=True),
     default=600.0,
     show_default=True,
     help="Seconds to record; Ctrl-C ends earlier.",

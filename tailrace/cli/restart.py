@@ -12,7 +12,7 @@ from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import DRAIN_S, Restarted, Restarter, find_parts
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
-from tailrace.numeric import RealRange
+from tailrace.numeric import Duration
 
 
 @click.command(epilog="Example: tailrace restart worker-0")
@@ -21,7 +21,7 @@ from tailrace.numeric import RealRange
 @click.option(
     "--timeout",
     "timeout_s",
-    type=RealRange(min=0),
+    type=Duration(min=0),
     default=DRAIN_S,
     show_default=True,
     metavar="SECONDS",

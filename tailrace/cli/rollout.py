@@ -15,7 +15,7 @@ from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.tables import NOTHING
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, WholeRange
 from tailrace.v1.admin_pb2 import (
     ROLLOUT_STATE_DONE,
     ForgetRolloutRequest,
@@ -36,7 +36,7 @@ _model = click.argument("model")
 _prepare = click.option(
     "--prepare-timeout",
     "prepare_s",
-    type=RealRange(min=1, max=3600),
+    type=Duration(min=1, max=3600),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -45,7 +45,7 @@ _prepare = click.option(
 _timeout = click.option(
     "--timeout",
     "timeout_s",
-    type=RealRange(min=1),
+    type=Duration(min=1),
     default=3600.0,
     show_default=True,
     metavar="SECONDS",

@@ -258,6 +258,7 @@ async def _run(
             slo=slo if sets else None,
             host=host,
             tiny=options.serves_tiny_model,
+            simulated=options.engine is Engine.SIMULATED,
             chat="chat_template" in options.line.flags or has_chat_template(options.model),
             asks_for_key="api_key" in options.line.flags or "--api-keys" in options.frontend_arguments,
         )
@@ -278,6 +279,8 @@ _PROMPTS: Final = (
 _TEXTS: Final = ("The sky is blue because", "A story of two thousand words about a lighthouse keeper:")
 # Within any model's context, and long enough to be migrated by hand.
 _TEXT_TOKENS: Final = 700
+# Of a long answer of a simulated engine: twenty seconds with the default profile.
+_LONG_TOKENS: Final = 2_000
 _POLICY: Final = "moves requests when an instance falls behind (tailrace set policy NAME: another one)"
 
 
@@ -314,7 +317,7 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
             "",
             "Then start a long one, and migrate it while it streams:",
             "",
-            f"  {_curl(state, long)} >/dev/null &",
+            f"  {_curl(state, long, _LONG_TOKENS if state.simulated else 0)} >/dev/null &",
             f"  {command} get requests",
             f"  {command} migrate REQUEST --to INSTANCE     (any unique part of its ID)",
             f"  {command} top",
@@ -324,12 +327,14 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
     )
 
 
-def _curl(state: RunState, prompt: str) -> str:
+def _curl(state: RunState, prompt: str, min_tokens: int = 0) -> str:
     body: dict[str, object] = {"model": state.model, "stream": True, "temperature": 0}
     if state.chat:
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
         body |= {"prompt": prompt, "max_tokens": _TEXT_TOKENS}
+    if min_tokens:
+        body |= {"min_tokens": min_tokens, "max_tokens": min_tokens}
     url = f"{state.http}/v1/{'chat/' if state.chat else ''}completions"
     variable = "VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else "API_KEY" if state.asks_for_key else ""
     key = f' -H "Authorization: Bearer ${variable}"' if variable else ""

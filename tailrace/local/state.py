@@ -112,6 +112,8 @@ class RunState(msgspec.Struct, kw_only=True):
     model: str = ""
     # Whether it is the shipped model, whose answers the examples check.
     tiny: bool = False
+    # Whether the engines are simulated: their answers are letters, and short unless more are asked for.
+    simulated: bool = False
     # Whether it has a chat template; a base model answers completions only.
     chat: bool = True
     # Whether the API wants a key that is not in the environment.

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 from tailrace.bounded import shown
+from tailrace.durations import in_seconds
+from tailrace.suggestion import did_you_mean
 
 Value: TypeAlias = bool | int | float | str
 V = TypeVar("V", bool, int, float, str)
@@ -105,6 +107,8 @@ class Parameter:
             if self.type is bool:
                 return value if isinstance(value, bool) else _BOOLEANS[str(value).lower()]
             if self.type is float and not isinstance(value, bool):
+                if isinstance(value, str) and self.unit.split(" ")[0] == "s":
+                    value = in_seconds(value)
                 return float(value)
             if self.type is int and not isinstance(value, bool):
                 # JSON and protobuf have no integers of their own: 500.0 is 500.
@@ -173,7 +177,8 @@ def parse_parameters(
     for name in assigned:
         if name not in by_name:
             known = f"its parameters: {', '.join(sorted(by_name))}" if by_name else "it has no parameters"
-            raise ParameterError(f"{owner} has no parameter {shown(name)}; {known}")
+            meant = did_you_mean(name, by_name)
+            raise ParameterError(f"{owner} has no parameter {shown(name)}{meant}; {known}")
     values: dict[str, Value] = {}
     for name, parameter in by_name.items():
         if name not in assigned:

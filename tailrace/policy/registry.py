@@ -27,6 +27,7 @@ from tailrace.policy.parameters import (
     read_assignments,
 )
 from tailrace.slo import Slo
+from tailrace.suggestion import did_you_mean
 
 GROUP = "tailrace.policies"
 
@@ -140,8 +141,9 @@ def chosen(text: str, kind: type[Policy], order: str, assignments: Iterable[str]
     Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
     """
     if order and order not in intra_names():
+        meant = did_you_mean(order, intra_names())
         raise UnknownPolicyError(
-            f"{shown(text)}: unknown order {shown(order)}; known: {', '.join(intra_names())}"
+            f"{shown(text)}: unknown order {shown(order)}{meant}; known: {', '.join(intra_names())}"
         )
     order = order or kind.batch_order
     given = read_assignments(assignments)
@@ -158,7 +160,9 @@ def policy_class(name: str) -> type[Policy]:
     if point is None:
         if name in FORMER:
             raise UnknownPolicyError(former(name, FORMER[name]))
-        raise UnknownPolicyError(f"unknown policy {shown(name)}; installed: {', '.join(names())}")
+        installed = names()
+        meant = did_you_mean(name, installed)
+        raise UnknownPolicyError(f"unknown policy {shown(name)}{meant}; installed: {', '.join(installed)}")
     try:
         kind = load_plugin(point)
     except PluginError as error:

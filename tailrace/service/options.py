@@ -19,6 +19,7 @@ import click
 
 from tailrace.address import MalformedAddress, parse_address, parse_endpoints
 from tailrace.bounded import shown
+from tailrace.durations import in_seconds
 from tailrace.security.options import exposed, insecure_option, open_transport, tls_option
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
@@ -91,7 +92,7 @@ class ZeroOrSeconds(click.ParamType[float]):
     def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the seconds. Raise click.BadParameter."""
         try:
-            seconds = float(value)
+            seconds = float(in_seconds(value) if isinstance(value, str) else value)
         except ValueError:
             seconds = math.nan
         if not seconds <= _SECONDS_MAX or (seconds != 0 and seconds < self._min_s):

@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tailrace.numeric import RealRange
+from tailrace.numeric import Duration
 from tailrace.security.options import open_transport, tls_option
 from tailrace.security.roles import MEMBERS, Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
@@ -36,7 +36,7 @@ class Unhealthy(Exception):
 @click.option("--http", "url", metavar="URL", help="Also GET this; anything but 200 is unhealthy.")
 @click.option(
     "--timeout",
-    type=RealRange(min=0, min_open=True),
+    type=Duration(min=0, min_open=True),
     default=3.0,
     show_default=True,
     metavar="SECONDS",

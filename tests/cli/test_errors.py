@@ -48,7 +48,7 @@ def test_an_unreachable_admin_api(unused_tcp_port: int) -> None:
             grpc.StatusCode.INVALID_ARGUMENT,
             "name: no policy 'magic'.",
             2,
-            "NAME: no policy 'magic'; tailrace get policies lists them",
+            "tailrace: no policy 'magic'; tailrace get policies lists them",
         ),
         (
             ("drain", "worker-9"),

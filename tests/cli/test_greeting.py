@@ -42,6 +42,14 @@ def test_a_base_model_is_asked_for_a_completion() -> None:
     assert all(isinstance(body["prompt"], str) for body in curl_bodies(text))
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_long_answer_of_a_simulated_engine_is_asked_for(chat: bool) -> None:
+    state = RunState(admin=STATE.admin, http=STATE.http, model="m", workers=2, chat=chat, simulated=True)
+    short, long = curl_bodies(greeting(state, Path("/logs"), "tailrace"))
+    assert "min_tokens" not in short
+    assert long["min_tokens"] == long["max_tokens"] == 2_000
+
+
 def test_an_api_key_is_referenced_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     text = greeting(STATE, Path("/logs"), "tailrace")

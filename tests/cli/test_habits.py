@@ -98,7 +98,7 @@ def test_describe_an_instance_and_its_requests(run: Run, script: Script) -> None
     found = json.loads(run("describe", "instance", name, "-o", "json").stdout)["instance"]
     assert found["instance_id"] == name
     assert found["requests"] == [r.request_id for r in script.requests if r.instance_id == name]
-    lines = run("describe", "instance", name).stdout.splitlines()
+    lines = run("describe", "instances", name).stdout.splitlines()
     assert any(line.split() == ["instance_id:", name] for line in lines)
 
 

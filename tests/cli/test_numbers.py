@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tailrace.cli.main import main
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, RealRange, WholeRange
 from tailrace.policy.parameters import ParameterError
 from tailrace.service.options import ZeroOrSeconds
 from tailrace.slo import Slo, changed_slo
@@ -62,6 +62,31 @@ def test_every_number_is_bounded(path: tuple[str, ...], parameter: click.Paramet
         result = CliRunner().invoke(main, [*path, names[0], LONG])
         assert result.exit_code == 2, result.output
         assert "Traceback" not in result.output and len(result.output) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5", 5.0),
+        ("2.5", 2.5),
+        ("500ms", 0.5),
+        ("90 s", 90.0),
+        ("2m", 120.0),
+        ("1.5h", 5_400.0),
+        ("7d", 604_800.0),
+    ],
+)
+def test_durations_have_units(text: str, seconds: float) -> None:
+    assert Duration(min=0).convert(text, None, None) == seconds
+    assert Slo(ttft_s=seconds) == changed_slo(Slo(), {"ttft": text})
+
+
+@pytest.mark.parametrize("text", ["5x", "ms", "1h30m", "-1s", "1e3s", "5 5s", "9" * 5_000 + "s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a duration"):
+        Duration(min=0).convert(text, None, None)
+    with pytest.raises(ParameterError):
+        changed_slo(Slo(), {"ttft": text})
 
 
 def test_commands_have_numbers() -> None:

@@ -94,6 +94,7 @@ def test_values_are_converted_to_the_declared_type(name: str, given_value: Value
         ("rule", "theirs", "one of paper, ours"),
         ("rule", 1, "one of paper, ours"),
         ("pace", "1", "policy 'p' has no parameter 'pace'; its parameters: count, eager, rule, share"),
+        ("shares", "1", "policy 'p' has no parameter 'shares' (did you mean 'share'?); its parameters: "),
     ],
 )
 def test_errors_state_what_is_allowed(name: str, given_value: Value, message: str) -> None:

@@ -385,7 +385,7 @@ async def test_invalid_settings_are_refused(control: Control) -> None:
                 admin_pb2.SetPolicyRequest(name="pascal", parameters={"quantum": "200"}), timeout=WAIT_S
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "parameters: policy 'pascal' has no parameter 'quantum'; its parameters: behind_tokens, ",
+            "parameters: policy 'pascal' has no parameter 'quantum' (did you mean 'quantum_tokens'?); its ",
         ),
         (
             admin.SetPolicy(

@@ -169,7 +169,10 @@ def test_parameters_of_the_policy_and_its_batch_order(small: tuple[str, ...], tm
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("quantum=3", "--set: policy 'pascal' has no parameter 'quantum'; its parameters: behind_tokens, "),
+        (
+            "quantum=3",
+            "--set: policy 'pascal' has no parameter 'quantum' (did you mean 'quantum_tokens'?); its ",
+        ),
         (
             "quantum_tokens=0",
             "parameter 'quantum_tokens': '0' is not allowed; it is an integer of at least 1",

@@ -14,7 +14,7 @@ import click
 from tailrace import __version__ as tailrace_version
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.collector import collector_paused
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import Duration, WholeRange
 from tailrace.security.options import insecure_option
 from tailrace.service.runtime import Shutdown, run_service
 from tailrace.telemetry.log_format import log_as
@@ -136,7 +136,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--model", help="The model's folder here.  [default: the worker's --model]")
 @click.option(
     "--join-timeout",
-    type=RealRange(min=1),
+    type=Duration(min=1),
     default=600.0,
     show_default=True,
     metavar="SECONDS",
