@@ -76,7 +76,9 @@ class GracefulStop:
     """Handle SIGTERM and SIGINT once the app has started, which is after vLLM has set its handlers.
 
     vLLM's own handler first shuts its engine client down, which cuts every response. uvicorn's behaviour is
-    the desired one: accept nothing more, finish the responses, then exit.
+    the desired one: accept nothing more, finish the responses, then exit. But it tells only the connections
+    that it has to close after their response, not one that is being accepted in the same moment, on which a
+    client could go on for as long as it likes.
     """
 
     def __init__(self, app: App) -> None:
@@ -86,7 +88,20 @@ class GracefulStop:
         """Pass everything on; take the server from the app's lifespan scope."""
         if scope["type"] == "lifespan":
             _install_signal_handlers(scope["app"].state.server)
+        elif scope["type"] == "http" and scope["app"].state.server.should_exit:
+            send = _closing(send)
         await self._app(scope, receive, send)
+
+
+def _closing(send: Send) -> Send:
+    """Return a send function that has the server close the connection after the response."""
+
+    def send_start(message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
+        return send(message)
+
+    return send_start
 
 
 def _install_signal_handlers(server: Server) -> None:

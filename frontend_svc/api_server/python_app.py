@@ -73,13 +73,13 @@ def install_middleware(args: Namespace) -> None:
         StreamStart,
         KeepAnswers,
         RetryAfter,
-        GracefulStop,
         RefuseEngineControl,
         CheckRequest,
         RequestLimits,
         RequireApiKey,
         TenantAdmission,
         Ready,
+        GracefulStop,
     )
     args.middleware = [*args.middleware, *(f"{kind.__module__}.{kind.__qualname__}" for kind in middleware)]
 

@@ -8,13 +8,14 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import fastapi
 import httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from frontend_svc.api_server.middleware import GracefulStop
+from frontend_svc.api_server.middleware import GracefulStop, Message, Receive, Send
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm
@@ -62,3 +63,25 @@ async def test_sigterm_lets_responses_finish_before_the_server_exits() -> None:
             assert await anext(text) == "after"
             await response.aclose()
             await (await serving)
+
+
+async def test_a_connection_that_came_while_the_others_were_told_to_close_ends_with_its_response() -> None:
+    sent: list[Message] = []
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    server = SimpleNamespace(should_exit=False)
+    scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(server=server))}
+    await GracefulStop(app)(scope, receive, send)
+    server.should_exit = True
+    await GracefulStop(app)(scope, receive, send)
+    starts = [message["headers"] for message in sent if message["type"] == "http.response.start"]
+    assert starts == [[], [(b"connection", b"close")]]
