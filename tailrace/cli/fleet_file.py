@@ -19,7 +19,7 @@ from tailrace.fleet.file import Fleet, FleetError, read_fleet
 from tailrace.fleet.folders import CERTIFICATES
 from tailrace.fleet.hosts import Installation, host_plan, members
 from tailrace.local.certificates import ETCD_SERVER, certificate_folder
-from tailrace.local.options import MONITOR_TRACES, ClusterOptions
+from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder
@@ -136,6 +136,11 @@ def plan_here(options: ClusterOptions, folder: RunFolder, file: FleetFile | None
     """
     tailrace = [sys.executable, "-m", "tailrace"]
     if file is None or not host:
+        if options.workers > LOCAL_WORKERS_MAX:
+            raise UsageProblem(
+                f"models[0].replicas: {options.workers} are too many for one machine; "
+                f"it can have {LOCAL_WORKERS_MAX}"
+            )
         command = partial(_etcd_command, folder, options.tls)
         return make_plan(options, free_ports, command, tailrace, str(folder.data))
     fleet = file.fleet

@@ -31,7 +31,7 @@ from tailrace.cli.line import count, with_line
 from tailrace.cli.output import note
 from tailrace.fleet.hosts import control_hosts
 from tailrace.local.certificates import issue_certificates
-from tailrace.local.options import MONITOR_TRACES, ClusterOptions, Engine, Front
+from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, Tier
 from tailrace.local.ports import PortUnavailable, require_free
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
@@ -74,7 +74,7 @@ _WORKERS_WITHOUT_GPU: Final = 2
 )
 @click.option(
     "--workers",
-    type=WholeRange(1, 500),
+    type=WholeRange(1, LOCAL_WORKERS_MAX),
     help="Number of workers.  [default: one for each GPU, or group of GPUs with --tensor-parallel-size; "
     f"{_WORKERS_WITHOUT_GPU} without]",
 )

@@ -14,7 +14,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from tailrace.address import MalformedAddress, is_ip, parse_address
-from tailrace.bounded import read_regular, shown
+from tailrace.bounded import printable, read_regular, shown
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.policy.parameters import ParameterError, format_value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
@@ -31,7 +31,7 @@ FRONTENDS_MAX: Final = 8
 """Most front ends of a host."""
 
 Name = Annotated[str, Meta(pattern=_NAME)]
-Replicas = Annotated[int, Meta(ge=1, le=WORKERS_MAX)]
+Replicas = Annotated[int, Meta(ge=1, le=5_000)]
 Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$")]
 Resource = Annotated[str, Meta(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
 Value = bool | int | float | str
@@ -265,7 +265,7 @@ def _plain(problem: str) -> str:
     """Return msgspec's message with the field first: `models[0].replicas: ...`."""
     what, _, place = problem.partition(" - at `$")
     what = what.replace("Object contains unknown field", "unknown field").replace("Object missing", "missing")
-    return ": ".join(filter(None, [place.rstrip("`").lstrip("."), what]))
+    return printable(": ".join(filter(None, [place.rstrip("`").lstrip("."), what])))
 
 
 def _check(fleet: Fleet) -> None:

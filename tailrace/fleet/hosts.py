@@ -47,7 +47,21 @@ ANYWHERE: Final = Installation(["tailrace"], "etcd", "", "")
 
 
 def replicas(fleet: Fleet, options: ClusterOptions) -> dict[str, int]:
-    """Return the number of the model's instances on each host. Raise FleetError if GPUs are too few."""
+    """Return the number of the model's instances on each host.
+
+    Raise FleetError if GPUs are too few, or the ports of a host for its instances.
+    """
+    spread = _spread(fleet, options)
+    for name, count in spread.items():
+        if count > WORKERS_MAX:
+            raise FleetError(
+                f"models[0].replicas: {count} of them would be on host {name}, "
+                f"which has ports for {WORKERS_MAX}"
+            )
+    return spread
+
+
+def _spread(fleet: Fleet, options: ClusterOptions) -> dict[str, int]:
     given = fleet.model.replicas
     if isinstance(given, Mapping):
         return {name: given.get(name, 0) for name in fleet.hosts}

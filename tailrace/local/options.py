@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from tailrace.local.ports import LOOPBACK
 from tailrace.numeric import WholeRange
@@ -26,6 +27,10 @@ class Engine(enum.StrEnum):
 
     VLLM = "vllm"
     SIMULATED = "simulated"
+
+
+LOCAL_WORKERS_MAX: Final = 500
+"""Most workers of one machine."""
 
 
 class Front(enum.StrEnum):

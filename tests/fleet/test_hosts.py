@@ -94,6 +94,14 @@ def test_instances_are_spread(tmp_path: Path, given: Any, ranks: int, expected: 
     assert replicas(file.fleet, options) == expected
 
 
+def test_more_instances_than_a_host_has_ports_for(tmp_path: Path) -> None:
+    file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.replicas", 120))
+    assert replicas(file.fleet, options) == {"a": 80, "b": 40}
+    file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.replicas", 123))
+    with pytest.raises(FleetError, match=r"replicas: 82 of them would be on host a, which has ports for 80"):
+        replicas(file.fleet, options)
+
+
 def test_an_instance_that_is_too_large(tmp_path: Path) -> None:
     file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.flags.tensor-parallel-size", 8))
     with pytest.raises(FleetError, match="an instance takes 8 GPUs, and no host has as many"):
