@@ -50,6 +50,8 @@ class Architecture:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     dtype: str = "float32"
     prefix_caching: bool = True
+    # vLLM's attention backend; empty: the one that it chooses.
+    attention: str = ""
 
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
@@ -75,6 +77,8 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
             "n_group": 1,
             "topk_group": 1,
         },
+        # On a CPU with AMX, vLLM chooses one that takes bfloat16 alone.
+        attention="CPU_MLA",
     ),
     "gemma3": Architecture(
         "Gemma3TextConfig",

@@ -43,6 +43,7 @@ class RunConfig:
     dtype: str
     random_weights: bool
     prefix_caching: bool
+    attention: str
     streams: int
     tokens: int
 
@@ -129,6 +130,7 @@ def _engine(config: RunConfig) -> VllmEngine:
                 "pipeline_parallel_size": config.stages,
                 "skip_tokenizer_init": config.random_weights,
                 "enable_prefix_caching": config.prefix_caching,
+                "attention_backend": config.attention or None,
             },
         )
     )

@@ -85,6 +85,7 @@ def run_config(cell: Cell, folder: Path, streams: int) -> RunConfig:
         dtype=found.dtype if found else "float32",
         random_weights=found is not None,
         prefix_caching=found is None or found.prefix_caching,
+        attention=found.attention if found else "",
         streams=streams,
         tokens=_TOKENS_V2 if cell.v2 else _TOKENS,
     )

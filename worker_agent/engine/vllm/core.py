@@ -104,6 +104,9 @@ class EngineThread:
         def end() -> None:
             self._stopping = True
 
+        if self._thread.ident is None:
+            # It was never started.
+            return True
         self.post(end)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
