@@ -89,7 +89,7 @@ class FleetEngine:
         traces: RequestTraces | None,
         wait_limits: WaitLimits = DEFAULT_WAIT_LIMITS,
         after_prefill: Phase = Phase.REASONING,
-        pace_s: float = 0.0,
+        pace_s: float | None = None,
         limits: Limits = DEFAULT_LIMITS,
         served: ServedModel | None = None,
         on_models: Callable[[frozenset[str]], None] = lambda models: None,

@@ -94,7 +94,7 @@ async def run_front_end(
             traces,
             settings.wait_limits,
             Phase.REASONING if settings.line.last("reasoning_parser") else Phase.ANSWERING,
-            settings.pace_tpot_ms / 1e3,
+            None if settings.pace_tpot_ms is None else settings.pace_tpot_ms / 1e3,
             settings.limits,
             served,
             on_models,

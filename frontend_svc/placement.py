@@ -60,6 +60,8 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
 
 # The scheduler may choose an instance that has just been lost; it is asked again up to this many times.
 _ATTEMPTS: Final = 3
+# Slower than any reader.
+_PACE_MAX_S: Final = 60.0
 FALLBACK: Final = "fallback"
 """Who placed a request if no scheduler did (`Chosen.by`)."""
 
@@ -69,11 +71,13 @@ class Chosen:
     """The chosen instance. `by`: the scheduler's policy, or "fallback".
 
     `pull`: the instance to fetch the KV of the request's first tokens from; None to fetch from nowhere.
+    `pace_s`: seconds per token at which the policy wants the answer shown; 0: as soon as it is made.
     """
 
     instance_id: str
     by: str
     pull: worker_pb2.Pull | None = None
+    pace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class InstanceChooser:
             if not reply.instance_id:
                 return NoneChosen(reply.refusal or "the scheduler named no instance", reply.final)
             if self._may_take(reply.instance_id, stream):
-                return Chosen(reply.instance_id, reply.policy, _pull(reply))
+                return Chosen(reply.instance_id, reply.policy, _pull(reply), _pace_s(reply))
             excluded.add(reply.instance_id)
         return self._fallback(stream, avoid | unable)
 
@@ -205,6 +209,11 @@ class InstanceChooser:
         count = self._table.count_owned
         best = min(self._fleet.prefilling(candidates), key=lambda i: (count(i), i))
         return Chosen(best, FALLBACK)
+
+
+def _pace_s(reply: scheduler_pb2.PlaceReply) -> float:
+    # NaN is in no range.
+    return reply.pace_s if 0.0 < reply.pace_s <= _PACE_MAX_S else 0.0
 
 
 def _pull(reply: scheduler_pb2.PlaceReply) -> worker_pb2.Pull | None:

@@ -107,12 +107,13 @@ class Requests:
         wait_limits: WaitLimits,
         limits: Limits,
         on_full: Callable[[bool], None],
-        pace_s: float = 0.0,
+        pace_s: float | None = None,
     ) -> None:
         """Serve nothing yet.
 
         `on_full(full)` is called with whether new requests would be refused with 429. `pace_s`: seconds per
-        token at which answers are shown if the request does not set it; 0 shows tokens as they are generated.
+        token at which answers are shown if the request does not set it; 0 shows tokens as they are generated,
+        None leaves it to the policy that places the request.
         """
         self._table = table
         self._chooser = chooser
@@ -266,6 +267,8 @@ class Requests:
         if not self._outbox.send(chosen.instance_id, worker_pb2.AttachUp(submit=submit)):
             return False
         self._table.assign(stream, chosen.instance_id)
+        if stream.pace_s is None:
+            stream.pace_s = chosen.pace_s
         self._unplaced.discard(stream.handle)
         if not stream.accepted:
             stream.model = self._chooser.model_of(chosen.instance_id)

@@ -119,9 +119,9 @@ class Settings:
         type=click.Path(file_okay=False, path_type=Path),
     )
     wait_limits: WaitLimits = WaitLimits()
-    pace_tpot_ms: float = setting(
-        0.0,
-        "Minimum milliseconds per token at which answers are shown; 0: no pacing.",
+    pace_tpot_ms: float | None = setting(
+        None,
+        "Minimum milliseconds per token at which answers are shown; 0: no pacing.  [default: the policy's]",
         "--pace-tpot",
         type=RealRange(min=0),
         metavar="MS",

@@ -119,8 +119,9 @@ class Stream:
     last_progress: tuple[int, int] = (-1, -1)
     last_progress_s: float = 0.0
     last_progress_step: int = 0
-    # Seconds per token at which its answer is shown; 0: as soon as it is made.
-    pace_s: float = 0.0
+    # Seconds per token at which its answer is shown; 0: as soon as it is made; None: as the policy says that
+    # places it.
+    pace_s: float | None = None
     # What its instance must support.
     requirements: Requirements = TEXT_GENERATION
     # Version of the named adapter on arrival; empty: no adapter, or unknown.

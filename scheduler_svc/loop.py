@@ -103,6 +103,8 @@ class DecisionLoop:
         reply = scheduler_pb2.PlaceReply(
             instance_id=placement.instance_id, policy=policy, cached_tokens=cached, decided_us=decided_us
         )
+        if self._control.active.declared.pacer:
+            reply.pace_s = self._control.active.slo.reading_s
         holder = self._control.model.tracked(placement.pull_from) if placement.pull_from else None
         if holder is not None:
             self._metrics.pulls.inc()

@@ -39,6 +39,8 @@ class Policy(Parametrized, ABC):
     # Share of the instances in the prefill pool at the start; the others are in the decode pool. None: no
     # pools.
     prefill_share: float | None = None
+    # Whether front ends show answers at the users' reading pace while it places.
+    pacer: bool = False
     # Whether it uses predicted remaining lengths.
     predictions: bool = False
     # One line for `tailrace get policies`.

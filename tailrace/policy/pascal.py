@@ -92,6 +92,11 @@ class Pascal(Policy):
         source="ours, of PASCAL's Algorithm 1, line 3",
         minimum=0.0,
     )
+    pacer: bool = parameter(
+        True,
+        "whether front ends show answers no faster than users read (pace of the SLOs)",
+        source="PASCAL, section V-A",
+    )
     queued_weight: float = QUEUED_WEIGHT
     cache_aware: bool = CACHE_AWARE
     pulls: bool = PULLS

@@ -254,6 +254,7 @@ class Declared:
 
     when_full: WhenFull
     predictions: bool
+    pacer: bool
     prefill_share: float | None
     tick_interval_s: float | None
     lengths_period_s: float | None
@@ -269,14 +270,17 @@ def declared(name: str, policy: Policy) -> Declared:
         share = _number("prefill_share", policy.prefill_share)
         if share is not None and not 0.0 <= share <= 1.0:
             raise ValueError(f"prefill_share: {share:g} is not from 0 to 1")
-        when_full, predictions = policy.when_full, policy.predictions
+        when_full, predictions, pacer = policy.when_full, policy.predictions, policy.pacer
         if type(when_full) is not WhenFull:
             raise TypeError("when_full: not a WhenFull")
         if type(predictions) is not bool:
             raise TypeError("predictions: not true or false")
+        if type(pacer) is not bool:
+            raise TypeError("pacer: not true or false")
         return Declared(
             when_full,
             predictions,
+            pacer,
             share,
             _positive("tick_interval_s", policy.tick_interval_s),
             _positive("lengths_period_s", policy.lengths_period_s),

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from frontend_svc.pacing import Pacer
 from frontend_svc.streams import Stream
-from tailrace.v1 import worker_pb2
+from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire import EngineCoreOutput, EngineCoreOutputs, encode_outputs, read_outputs, split_outputs
 from tests.frontend.conftest import Rig
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, merge, outputs
+from tests.frontend.test_placement import Scheduler, scheduler
 from tests.worker.simulated import VirtualClock
 
 PACE_S = 0.1
@@ -150,6 +151,23 @@ async def test_only_requests_that_ask_for_it_are_paced(rig: Rig) -> None:
     await rig.front.add("next")
     await worker.submitted()
     assert rig.engine.pacer.buffered == 0
+
+
+async def test_a_policy_paces_what_no_request_and_no_operator_does(rig: Rig) -> None:
+    worker = await rig.worker("a")
+    leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id="a", pace_s=60.0))
+    async with scheduler(rig.members, "s0", leader):
+        await rig.front.ready()
+        for name, extra in (("paced", None), ("own", {"tailrace_pace_tpot_ms": 0.0})):
+            await rig.front.add(name, extra_args=extra)
+            submit = await worker.submitted()
+            worker.send(outputs(submit, [1], 0, PREFILL_DONE | REASONING_ENDED))
+            worker.send(outputs(submit, [2], 1))
+            worker.send(outputs(submit, [3], 2, FINISHED))
+        await rig.front.end_of("own")
+    assert rig.front.tokens["own"] == [1, 2, 3]
+    assert rig.front.tokens["paced"] == [1]
+    await rig.front.abort("paced")
 
 
 async def test_paced_answer_survives_a_crash(rig: Rig) -> None:

@@ -158,6 +158,19 @@ async def test_placement_request_has_exact_lengths(channels: Channels) -> None:
     assert request.admitted
 
 
+@pytest.mark.parametrize(
+    ("given", "pace_s"), [(0.1, 0.1), (0.0, 0.0), (-1.0, 0.0), (1e9, 0.0), (float("nan"), 0.0)]
+)
+async def test_the_pace_of_a_policy_is_within_a_readers(
+    channels: Channels, given: float, pace_s: float
+) -> None:
+    members, table = StaticMembers(), StreamTable()
+    leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id="a", policy="p", pace_s=given))
+    async with scheduler(members, "s0", leader):
+        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        assert await chooser.choose(table.open("r"), frozenset()) == Chosen("a", "p", pace_s=pace_s)
+
+
 async def test_only_a_request_never_placed_may_be_refused_as_late(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     new, moved = table.open("new"), table.open("moved")

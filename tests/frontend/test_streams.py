@@ -305,7 +305,7 @@ def test_initial_state_of_a_stream() -> None:
     assert (stream.failures, stream.losses, stream.deaths) == (0, 0, 0)
     assert (stream.tokens_at_loss, stream.tokens_at_placement) == (0, 0)
     assert not stream.reached_engine and stream.exclusive_until_s == 0.0
-    assert (stream.prompt_tokens, stream.max_tokens, stream.pace_s) == (0, 0, 0.0)
+    assert (stream.prompt_tokens, stream.max_tokens, stream.pace_s) == (0, 0, None)
     assert (stream.phase, stream.first_token_s, stream.first_answer_s) == (Phase.PREFILL, None, None)
     # By default it generates text without an adapter; its first progress check counts as progress.
     assert (stream.requirements.generates, stream.requirements.adapter) == (True, False)

@@ -96,7 +96,17 @@ def _plan(
 
     engine = [f"--sim={name}={json.dumps(value)}" for name, value in workers.settings.items()]
     worker = ["--engine", "simulated", "--count", str(workers.count), *workers.options, *engine]
-    front = ["--front", "none", "--ipc", str(sockets), "--http", f"{LOOPBACK}:{http_port}"]
+    # Answers are measured as they are made.
+    front = [
+        "--front",
+        "none",
+        "--ipc",
+        str(sockets),
+        "--http",
+        f"{LOOPBACK}:{http_port}",
+        "--pace-tpot",
+        "0",
+    ]
     names = ["scheduler"] if schedulers == 1 else [f"scheduler-{n}" for n in range(schedulers)]
     leading = [service("scheduler", Tier.CONTROL, name=name) for name in names]
     parts = [

@@ -135,8 +135,10 @@ class Counts:
 async def running_fleet(
     engines: Engines, front: str = FAST_FRONT, arguments: Sequence[str] = ()
 ) -> AsyncIterator[Fleet]:
-    """Run a fleet for the block. `arguments`: further options of `tailrace up`."""
+    """Run a fleet for the block, which shows answers as they are made. `arguments`: further options of
+    `tailrace up`."""
     arguments = ["--workers", str(engines.workers), "--policy", "least_loaded", "--no-traces", *arguments]
+    arguments += ["--pace-tpot", "0"]
     arguments += engines.arguments()
     cluster = await asyncio.to_thread(TailraceCluster, "tailrace", arguments, front)
     async with contextlib.AsyncExitStack() as stack:

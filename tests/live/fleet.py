@@ -231,6 +231,8 @@ async def open_fleet(
             sockets,
             CollectorRegistry(),
             None,
+            # Under no policy: tests wait for whole answers.
+            pace_s=0.0,
         )
         stack.push_async_callback(_stop, asyncio.create_task(core.run(), name="front end"))
         await front.ready()

@@ -21,6 +21,7 @@ from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy, Guard
 from tailrace.policy.base import Policy
+from tailrace.policy.parameters import Value
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import types_pb2
@@ -103,6 +104,18 @@ class Scheduler:
 def scheduler() -> Scheduler:
     """Return a scheduler with two instances."""
     return Scheduler()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "pace_s"),
+    [("least_loaded", {}, 0.0), ("pascal", {}, 0.1), ("pascal", {"pacer": False}, 0.0)],
+)
+def test_pascal_has_answers_shown_at_the_readers_pace(
+    scheduler: Scheduler, name: str, parameters: dict[str, Value], pace_s: float
+) -> None:
+    scheduler.active.follow(PolicyRecord(name=name, parameters=parameters), Slo())
+    reply = scheduler.loop.place(Arrival("r", 10, 10, frontend_id="f"))
+    assert (reply.policy, reply.pace_s) == (name, pace_s)
 
 
 def test_phase_events_reach_the_policy_in_order(scheduler: Scheduler) -> None:
