@@ -264,7 +264,8 @@ async def test_half_open_connection_is_replaced(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_slow_large_message_is_not_taken_for_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "SILENCE_S", 0.3)
+    # Much longer than this process may have to wait for a core, and shorter than the message takes.
+    monkeypatch.setattr(link_module, "SILENCE_S", 1.2)
     data = worker_pb2.AttachDown(utility=worker_pb2.UtilityResult(frames=[b"x" * 1000])).SerializeToString()
 
     async def serve(stream: Up) -> None:
@@ -272,7 +273,7 @@ async def test_slow_large_message_is_not_taken_for_silence(monkeypatch: pytest.M
         frame = len(data).to_bytes(4, "little") + data
         for at in range(0, len(frame), 50):
             raw(stream, frame[at : at + 50])
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.08)
         await stream.read()
 
     async with serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve) as address, running(address) as ends:
