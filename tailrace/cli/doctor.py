@@ -20,7 +20,7 @@ from tailrace.fleet.hosts import admin as admin_address
 from tailrace.fleet.hosts import endpoints
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.ports import LOOPBACK
-from tailrace.local.requirements import visible_gpus
+from tailrace.local.requirements import gpu_bytes, visible_gpus
 from tailrace.local.state import RunFolder, find_state
 from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
@@ -84,6 +84,7 @@ def doctor(
     host = Host(
         environment={**os.environ, **({} if cluster is None else cluster.environment)},
         gpus=visible_gpus(),
+        gpu_bytes=gpu_bytes(),
         model=model,
         ranks=max(1, ranks),
         # A cluster that runs here has it.

@@ -36,6 +36,8 @@ _TIMEOUT_S: Final = 3.0
 _OLDEST_ETCD: Final = (3, 4)
 # Of a GPU's memory, what vLLM leaves to others.
 _USABLE: Final = 0.9
+# Bytes of weights from which a CPU makes some ten tokens a second at most.
+_SLOW_ON_CPU: Final = 4_000_000_000
 
 
 class Verdict(enum.StrEnum):
@@ -64,6 +66,8 @@ class Host:
     environment: Mapping[str, str]
     root: Path = Path("/")
     gpus: tuple[str, ...] = ()
+    # Memory of the smallest of them; 0: not known.
+    gpu_bytes: int = 0
     model: str = ""
     # Devices of each worker.
     ranks: int = 1
@@ -141,6 +145,14 @@ def _model(host: Host) -> Iterator[Finding]:
     if needed and not host.gpus and needed > _USABLE * available:
         detail = f"weights of {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are available"
         yield Finding("model", Verdict.PROBLEM, detail, "a smaller or quantized model, or another machine")
+    elif host.gpus and host.gpu_bytes and needed > _USABLE * host.gpu_bytes * host.ranks:
+        has = f"{host.ranks} x {host.gpu_bytes / 1e9:.0f} GB"
+        detail = f"weights of {needed / 1e9:.1f} GB, and a worker has {has}"
+        yield Finding("model", Verdict.PROBLEM, detail, "--tensor-parallel-size, or a quantized model")
+    elif needed > _SLOW_ON_CPU and not host.gpus:
+        detail = f"weights of {needed / 1e9:.1f} GB and no GPU: each token takes as long as to read them all"
+        mend = "a smaller model for a first try, or a machine with GPUs"
+        yield Finding("model", Verdict.NOTE, detail, mend)
     else:
         yield ok("model", f"{host.model}, {needed / 1e9:.1f} GB of weights")
 

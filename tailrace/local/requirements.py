@@ -77,14 +77,26 @@ def visible_gpus() -> tuple[str, ...]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return tuple(part.strip() for part in named.split(",") if part.strip())
+    return tuple(_nvidia_smi("index"))
+
+
+def gpu_bytes() -> int:
+    """Return the memory of the smallest GPU of this machine; 0 if it has none, or does not tell."""
+    # In MiB; "[N/A]" where memory is shared with the CPU.
+    sizes = [int(size) << 20 for size in _nvidia_smi("memory.total") if size.isdigit()]
+    return min(sizes, default=0)
+
+
+def _nvidia_smi(field: str) -> list[str]:
+    """Return a field of each GPU, in the order of their indices; nothing if nvidia-smi cannot tell."""
     if shutil.which("nvidia-smi") is None:
-        return ()
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return []
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(done.stdout.split()) if done.returncode == 0 else ()
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
 
 
 def loses_precision(model: str, line: VllmLine) -> bool:

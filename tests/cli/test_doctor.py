@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from pathlib import Path
 import pytest
 
 from tailrace.local.host_checks import Host, Verdict, check_host
+from tailrace.local.requirements import gpu_bytes
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
+from tailrace.tiny import MODEL_PATH
 from tailrace.v1 import admin_pb2, types_pb2
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
@@ -145,3 +148,41 @@ def test_an_unreachable_fleet(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path)
     assert done.returncode == 1
     assert "PROBLEM  fleet: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("gib", "free_gib", "gpu_gib", "verdict", "detail"),
+    [
+        (2, 20, (), Verdict.OK, "2.1 GB of weights"),
+        (10, 20, (), Verdict.NOTE, "10.7 GB and no GPU"),
+        (10, 8, (), Verdict.PROBLEM, "weights of 10.7 GB, and 8.6 GB of memory are available"),
+        (10, 8, (80, 80), Verdict.OK, "10.7 GB of weights"),
+        (100, 8, (80, 80), Verdict.PROBLEM, "weights of 107.4 GB, and a worker has 1 x 86 GB"),
+    ],
+)
+def test_a_model_too_large_for_the_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gib: int,
+    free_gib: int,
+    gpu_gib: tuple[int, ...],
+    verdict: Verdict,
+    detail: str,
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    with (model / "model.safetensors").open("wb") as weights:
+        # A hole: nothing is written.
+        weights.truncate(gib << 30)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "dev" / "shm").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable:   {free_gib << 20} kB\n")
+    tool = tmp_path / "nvidia-smi"
+    sizes = " ".join(str(size << 10) for size in gpu_gib)
+    tool.write_text(f"#!/bin/sh\nfor size in {sizes}; do echo $size; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gpus = tuple(str(number) for number in range(len(gpu_gib)))
+    host = Host({}, root=tmp_path, gpus=gpus, gpu_bytes=gpu_bytes(), model=str(model), folder=tmp_path)
+    (found,) = [finding for finding in check_host(host) if finding.subject == "model"]
+    assert (found.verdict, detail in found.detail) == (verdict, True), found
