@@ -45,6 +45,7 @@ class WaitLimits:
         "Maximum seconds that a request waits for its first instance if there is none.  "
         f"[default: 5; {_RUST_PLACE_S:g} with --front rust]",
         "--place-wait",
+        rare=True,
         type=Duration(min=0),
         show_default=False,
     )
@@ -53,6 +54,7 @@ class WaitLimits:
         60.0,
         "The same for a request that an instance has started, when that instance is lost.",
         "--resume-wait",
+        rare=True,
         type=Duration(min=0),
     )
 
@@ -65,16 +67,19 @@ class Limits:
         16_384,
         "Maximum requests in progress.",
         type=WholeRange(min=1),
+        rare=True,
     )
     max_unplaced: int = setting(
         8_192,
         "Maximum requests waiting for an instance.",
         type=WholeRange(min=1),
+        rare=True,
     )
     max_message_bytes: int = setting(
         DEFAULT_MAX_MESSAGE_BYTES,
         "Largest message accepted from a worker: one step's outputs, with their log-probabilities.",
         type=WholeRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+        rare=True,
     )
     fair_backlog_tokens: int = setting(
         0,
@@ -111,11 +116,13 @@ class Settings:
         None,
         "Executable for --front rust.  [default: the one on PATH or next to this Python]",
         type=click.Path(dir_okay=False, path_type=Path),
+        rare=True,
     )
     ipc_folder: Path | None = setting(
         None,
         "Folder for the engine core's sockets.  [default: a private one]",
         "--ipc",
+        rare=True,
         type=click.Path(file_okay=False, path_type=Path),
     )
     wait_limits: WaitLimits = WaitLimits()
@@ -157,6 +164,7 @@ class Settings:
         256 << 20,
         "Memory for all kept answers; one may use an eighth of it.",
         type=WholeRange(min=1 << 20),
+        rare=True,
     )
 
     @property

@@ -34,6 +34,7 @@ from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
 from scheduler_svc.worker_calls import Copier, Negotiator, PromptReturns
+from tailrace.brief_help import BriefCommand
 from tailrace.control.events import KnownMembers, MembersChanged
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
@@ -66,7 +67,7 @@ HUNG: Final = "TAILRACE_HUNG_POLICY"
 _DRAIN_S: Final = 10.0
 
 
-@click.command("scheduler")
+@click.command("scheduler", cls=BriefCommand)
 @common_options(KIND)
 @click.option(
     "--policy",

@@ -40,6 +40,7 @@ class Scaling:
         0.7,
         "Share of an instance's capacity within the SLOs that the desired number of instances uses.",
         "--desired-utilization",
+        rare=True,
         type=RealRange(min=0.01, max=1),
         metavar="SHARE",
     )
@@ -49,6 +50,7 @@ class Scaling:
         60.0,
         "Period over which the rate and the lengths of requests are measured.",
         "--desired-window",
+        rare=True,
         type=Duration(min=1, max=86_400),
         metavar="SECONDS",
     )
@@ -56,6 +58,7 @@ class Scaling:
         30.0,
         "Time within which the desired instances would work off what waits.",
         "--desired-catch-up",
+        rare=True,
         type=Duration(min=1, max=86_400),
         metavar="SECONDS",
     )
@@ -63,6 +66,7 @@ class Scaling:
         10.0,
         "How long the load must need more instances before more are desired.",
         "--desired-up-delay",
+        rare=True,
         type=Duration(min=0, max=86_400),
         metavar="SECONDS",
     )
@@ -70,6 +74,7 @@ class Scaling:
         300.0,
         "How long the load must need fewer instances before fewer are desired.",
         "--desired-cooldown",
+        rare=True,
         type=Duration(min=0, max=86_400),
         metavar="SECONDS",
     )

@@ -65,6 +65,7 @@ class EngineOptions:
         600.0,
         "How long the other machines of an engine (--nnodes, vLLM only) may take to join.",
         "--nodes-timeout",
+        rare=True,
         type=Duration(min=1),
         metavar="SECONDS",
     )

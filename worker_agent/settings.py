@@ -41,6 +41,7 @@ class WorkerSettings:
         "TCP ports for KV transfer, one per network device; default: any free ports.",
         type=Parsed(PortRange.parse, BindingError),
         metavar="LOW-HIGH",
+        rare=True,
     )
     encrypt_kv: bool = setting(
         False,
@@ -52,26 +53,30 @@ class WorkerSettings:
         DEFAULT_MAX_MESSAGE_BYTES,
         "Largest message accepted from front ends: a request with its prompt.",
         type=WholeRange(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
+        rare=True,
     )
     max_requests: int = setting(
         8192,
         "Maximum requests on this worker, waiting or running.",
         type=WholeRange(min=1),
+        rare=True,
     )
     report_s: float = setting(
-        0.5, "Seconds between periodic reports.", "--report-interval", type=Duration(min=0.01)
+        0.5, "Seconds between periodic reports.", "--report-interval", rare=True, type=Duration(min=0.01)
     )
     # When an engine that has requests to run but finishes no step counts as hung: progress.py.
     step_limit_s: float = setting(
         300.0,
         "Seconds without a finished step after which an engine with requests to run always counts as hung.",
         "--step-limit",
+        rare=True,
         type=Duration(min=1),
     )
     step_floor_s: float = setting(
         30.0,
         "Minimum of the same limit when derived from recent steps (ten times the longest of its kind).",
         "--step-floor",
+        rare=True,
         type=Duration(min=1),
     )
     drain_timeout_s: float = setting(
@@ -85,6 +90,7 @@ class WorkerSettings:
         5.0,
         "How long a pull of a prefix from another worker may take; after that the prompt is computed.",
         "--pull-timeout",
+        rare=True,
         # No holder lends for longer.
         type=Duration(min=0, min_open=True, max=LOAN_MAX_S),
         metavar="SECONDS",
@@ -93,6 +99,7 @@ class WorkerSettings:
         SHARE,
         "Share of link time for incoming KV that no user waits for (rescheduling); 1: no limit.",
         type=RealRange(min=0, min_open=True, max=1),
+        rare=True,
     )
     profile: Profile | None = setting(
         None,

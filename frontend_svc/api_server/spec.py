@@ -45,6 +45,7 @@ class ConnectionLimits:
         10.0,
         "How long a connection may take to send a request's header (--front python only).",
         "--header-timeout",
+        rare=True,
         type=Duration(min=0.1),
         metavar="SECONDS",
     )
@@ -52,6 +53,7 @@ class ConnectionLimits:
         1_000,
         "Maximum connections that have not sent a whole header (--front python only).",
         "--max-pending-connections",
+        rare=True,
         type=WholeRange(min=1),
     )
 
@@ -67,33 +69,39 @@ class BodyLimits:
         DEFAULT_MAX_BODY_BYTES,
         "Largest body of a user's request (--front python only).",
         type=WholeRange(min=1024),
+        rare=True,
     )
     max_text_bytes: int = setting(
         0,
         "Largest body without its images and other media; 0: 16 bytes for each token of the model's context, "
         "at least 1 MiB (--front python only).",
         type=WholeRange(min=0),
+        rare=True,
     )
     max_messages: int = setting(
         2_048,
         "Most messages, content parts and tools of a request (--front python only).",
         type=WholeRange(min=1),
+        rare=True,
     )
     max_sequences: int = setting(
         2_048,
         "Most sequences of a request: its prompts times n (--front python only).",
         type=WholeRange(min=1),
+        rare=True,
     )
     max_bodies_bytes: int = setting(
         512 << 20,
         "Most bytes in the bodies of all requests in progress, half of them for one tenant (--front python "
         "only).",
         type=WholeRange(min=1024),
+        rare=True,
     )
     body_timeout_s: float = setting(
         30.0,
         "Time for a request's body to arrive, besides a second for each 256 KiB (--front python only).",
         "--body-timeout",
+        rare=True,
         type=Duration(min=0.1),
         metavar="SECONDS",
     )

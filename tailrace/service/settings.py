@@ -11,6 +11,8 @@ from typing import Any, Final, TypeVar, get_type_hints
 
 import click
 
+from tailrace.brief_help import Rare
+
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -46,12 +48,14 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-def setting(default: T, help_text: str, flag: str = "", /, **attributes: Any) -> T:
+def setting(default: T, help_text: str, flag: str = "", /, rare: bool = False, **attributes: Any) -> T:
     """Declare a field that a command has as an option.
 
-    `flag`: `--that`, unless it is the field's name. `attributes`: as click.option takes them; `type` is
-    needed for whatever has a range.
+    `flag`: `--that`, unless it is the field's name. `rare`: few need it, so that only --help=all shows it.
+    `attributes`: as click.option takes them; `type` is needed for whatever has a range.
     """
+    if rare:
+        attributes["cls"] = Rare
     declared: T = _field(flag, help_text, attributes, default=default)
     return declared
 

@@ -20,6 +20,7 @@ from typing import Final, NoReturn
 import click
 
 from tailrace.bounded import read_regular
+from tailrace.brief_help import BriefCommand, show_all
 
 Flags = Mapping[str, tuple[str, ...]]
 
@@ -213,7 +214,7 @@ def _options(context: click.Context) -> dict[str, click.Option]:
     return {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
-class VllmCommand(click.Command):
+class VllmCommand(BriefCommand):
     """A command that also takes a `vllm serve` line, which its function gets as `arguments`, unread."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -232,9 +233,10 @@ class VllmCommand(click.Command):
 def _show_help(ctx: click.Context, option: str) -> NoReturn:
     """Show what `vllm serve` says to --help=NAME, after our own help if that is for all."""
     if option == "--help=all":
+        show_all(ctx)
         click.echo(f"{ctx.get_help()}\n\nFlags of vllm serve:\n")
     if find_spec("vllm") is None:
-        raise click.ClickException("vLLM is not installed here; scripts/install.sh installs it")
+        raise click.ClickException("vLLM is not installed here; make install installs it")
     # As a process of its own: importing vLLM takes seconds, and sets up much else.
     vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", option]
     ctx.exit(subprocess.run(vllm, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}).returncode)

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tailrace.brief_help import Rare
 from tailrace.cli.main import main
+from tailrace.cli.serve import service_command
+from tailrace.service import vllm_line
 from tailrace.v1 import admin_pb2
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script, serving
@@ -158,3 +161,17 @@ def _read_all(terminal: int) -> None:
     with contextlib.suppress(OSError):
         while os.read(terminal, 65_536):
             pass
+
+
+@pytest.mark.parametrize("service", ["frontend", "worker", "scheduler"])
+def test_options_that_few_need_are_in_the_whole_help(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM's own help would follow.
+    monkeypatch.setattr(vllm_line, "find_spec", lambda name: None)
+    command = service_command(service)
+    brief = CliRunner().invoke(command, ["--help"]).stdout
+    rare = [option for option in command.params if isinstance(option, Rare)]
+    assert rare and f"{len(rare)} more options, which few need: --help=all" in brief
+    whole = CliRunner().invoke(command, ["--help=all"]).stdout.split("Flags of vllm serve:")[0]
+    for option in rare:
+        assert f"{option.opts[-1]} " not in brief and f"{option.opts[-1]} " in whole
+    assert "more options" not in whole
