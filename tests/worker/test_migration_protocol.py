@@ -192,3 +192,30 @@ def test_error_at_the_target_never_leaves_the_stream_hanging(point: str, commits
         return tokens, committed
 
     assert run_virtually(moved()) == (undisturbed(), commits)
+
+
+@pytest.mark.parametrize("engines", [ALIKE, {1: OTHER_BLOCKS}], ids=["live", "replay"])
+def test_a_front_end_that_leaves_after_its_acceptance_leaves_nothing_behind(
+    engines: Mapping[int, SimulatedSettings],
+) -> None:
+    """It recovers the request by itself: what the target ran besides, nobody would abort."""
+
+    async def moved() -> list[int]:
+        fleet = Fleet(0, engines)
+        await fleet.start()
+
+        async def leave(where: str) -> None:
+            if where == "import:adopted":
+                await fleet.reattach(1)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fleet.nodes[1].faults, "hold", leave)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            # This checks that nothing is left anywhere.
+            await fleet.settle()
+        tokens = fleet.front_end.tokens
+        await fleet.close()
+        return tokens
+
+    assert run_virtually(moved()) == undisturbed()

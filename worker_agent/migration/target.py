@@ -384,6 +384,9 @@ class Import:
         assert front_end is not None and key is not None
         try:
             await self._parts.faults.hold("import:adopted")
+            if self._parts.front_ends.by_client(key.client) is not front_end:
+                # It recovers the request with all others, and nobody would abort it here.
+                raise EngineRefusal("its front end is gone")
             running = self._parts.running.add(
                 key, self.request_id, opened.frontend_id, epoch, opened.traceparent, paused.request_arrived_s
             )
