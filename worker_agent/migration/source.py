@@ -8,9 +8,9 @@ The request is in exactly one of these states, and leaves it in one of two ways 
                                                      target lost or silent         -> ask the front end
 
 A paused source cannot know whether a target that is gone has been accepted: the front end can, which sends
-`Released` when it accepts one. So the source asks, and repeats that while the front end is attached; if that
+`Release` when it accepts one. So the source asks, and repeats that while the front end is attached; if that
 is gone too, the request has ended with it. The front end may still accept the target after it has told the
-source to go on; then its `Released` ends what was resumed here.
+source to go on; then its `Release` ends what was resumed here.
 """
 
 from __future__ import annotations
