@@ -125,7 +125,8 @@ export class Lanes {
     let size = 16;
     while (size > 2 && Math.floor(inner.w / (size + 1)) * Math.max(1, Math.floor(inner.h / (size + 1))) < this.most) size -= 1;
     size = Math.min(size, Math.max(2, inner.h - 1));
-    this.grid = { w, h, label, bar, left, inner, size, deep: Math.max(1, Math.floor(inner.h / (size + 1))) };
+    const deep = Math.max(1, Math.floor(inner.h / (size + 1)));
+    this.grid = { w, h, label, bar, left, inner, size, deep, top: Math.round((h - deep * (size + 1) + 1) / 2) };
     this.boxes = new Map(this.sorted().map((number, place) => {
       const box = { id: this.now.instances.id[number], number, x: Math.floor(place / rows) * w, y: (place % rows) * h };
       return [box.id, box];
@@ -134,9 +135,9 @@ export class Lanes {
   }
 
   cellAt(box, slot) {
-    const { left, size, deep, inner } = this.grid;
+    const { left, size, deep, inner, top } = this.grid;
     const x = box.x + left + Math.floor(slot / deep) * (size + 1);
-    return [Math.min(x, box.x + left + inner.w - size), box.y + 2 + (slot % deep) * (size + 1)];
+    return [Math.min(x, box.x + left + inner.w - size), box.y + top + (slot % deep) * (size + 1)];
   }
 
   draw() {
@@ -277,11 +278,11 @@ export class Lanes {
     const at = this.place.getBoundingClientRect();
     const x = event.clientX - at.left;
     const y = event.clientY - at.top + this.place.scrollTop;
-    const { w, h, left, size, deep } = this.grid;
+    const { w, h, left, size, deep, top } = this.grid;
     for (const box of this.boxes.values()) {
       if (box.number < 0 || x < box.x || x >= box.x + w || y < box.y || y >= box.y + h) continue;
       const column = Math.floor((x - box.x - left) / (size + 1));
-      const line = Math.floor((y - box.y - 2) / (size + 1));
+      const line = Math.floor((y - box.y - top) / (size + 1));
       const slot = column >= 0 && line >= 0 && line < deep ? column * deep + line : -1;
       return { box, cell: this.cells[box.number][slot] ?? -1, x, y };
     }
