@@ -129,6 +129,29 @@ async def test_a_large_fleet_at_thirty_frames_a_second() -> None:
     assert frames >= 30
 
 
+_PAINTED: Final = """
+(() => {
+  const canvas = document.querySelector('#lanes-moves');
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  return data.some((value) => value > 0);
+})()
+"""
+
+
+async def test_a_move_is_an_arrow_when_it_happens() -> None:
+    script = small_fleet()
+    async with opened(script) as page:
+        await page.wait("document.querySelector('#legend').textContent.includes('reasoning 1')")
+        assert not await page.evaluate(_PAINTED)
+        moved = admin.RequestInfo()
+        moved.CopyFrom(script.requests[0])
+        moved.instance_id, moved.epoch = "worker-1", 3
+        script.requests[0] = moved
+        await page.wait(_PAINTED)
+        # And nothing is left of it.
+        await page.wait(f"!{_PAINTED.lstrip()}")
+
+
 async def test_names_are_text_and_never_markup() -> None:
     script = small_fleet()
     script.instances.append(
