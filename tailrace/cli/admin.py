@@ -76,9 +76,17 @@ def admin_option(function: F) -> F:
     )(function)
 
 
-@contextmanager
-def connect(admin: str | None) -> Iterator[Admin]:
-    """Connect to the admin API at `admin`; None: at the local cluster's address."""
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """Where the admin API is, as a user wrote it and as gRPC takes it, and how to connect to it."""
+
+    text: str
+    target: str
+    transport: Transport
+
+
+def find_admin(admin: str | None) -> AdminAddress:
+    """Return where the admin API at `admin` is; None: the local cluster's. Raise CliError."""
     folder: Path | None = given_tls()
     if admin:
         address = admin
@@ -91,10 +99,20 @@ def connect(admin: str | None) -> Iterator[Admin]:
         transport = open_transport(folder, OPERATORS)
     except click.ClickException as error:
         raise CliError(f"--tls: {error.message}") from error
-    # gRPC's default limit of 4 MiB corresponds to about 20,000 requests.
-    options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)]
-    with transport.blocking_channel(_target(address), Role.SCHEDULER, options) as channel:
-        yield Admin(address, AdminStub(channel), transport)
+    return AdminAddress(address, _target(address), transport)
+
+
+# gRPC's default limit of 4 MiB corresponds to about 20,000 requests.
+CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),)
+
+
+@contextmanager
+def connect(admin: str | None) -> Iterator[Admin]:
+    """Connect to the admin API at `admin`; None: at the local cluster's address."""
+    found = find_admin(admin)
+    transport = found.transport
+    with transport.blocking_channel(found.target, Role.SCHEDULER, CHANNEL_OPTIONS) as channel:
+        yield Admin(found.text, AdminStub(channel), transport)
 
 
 def given_tls() -> Path | None:

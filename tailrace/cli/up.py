@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -87,6 +88,7 @@ _WORKERS_WITHOUT_GPU: Final = 2
     help="A parameter of the --policy; can be repeated.",
 )
 @click.option("--no-traces", is_flag=True, help="Export no spans.")
+@click.option("--no-console", is_flag=True, help="Start no console.")
 @file_option(required=False)
 @click.option("--on", metavar="HOST", help="The host of the --file that this machine is, if it has several.")
 def up(
@@ -94,6 +96,7 @@ def up(
     workers: int | None,
     assignments: tuple[str, ...],
     no_traces: bool,
+    no_console: bool,
     file: Path | None,
     on: str | None,
     arguments: Sequence[str],
@@ -121,7 +124,7 @@ def up(
             policy_parameters=_policy_parameters(options.policy, assignments),
             traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
         )
-    options = on_this_machine(options, workers)
+    options = replace(on_this_machine(options, workers), console=not no_console and _has_console())
     folder = RunFolder.default()
     try:
         with folder.locked():
@@ -166,6 +169,14 @@ def on_this_machine(options: ClusterOptions, workers: int | None) -> ClusterOpti
     return replace(options, workers=workers or usual, cores=len(os.sched_getaffinity(0)), gpus=gpus)
 
 
+def _has_console() -> bool:
+    """Return whether the console can run here; say what it lacks if it cannot."""
+    if find_spec("aiohttp") is not None:
+        return True
+    note("tailrace up: no console, because aiohttp is not installed (the extra `console` has it)")
+    return False
+
+
 def _policy_parameters(policy: str, assignments: Sequence[str]) -> dict[str, str]:
     """Return the given parameters. Raise UsageProblem if the policy does not accept them."""
     try:
@@ -191,6 +202,8 @@ def _already_up(folder: RunFolder) -> RunState | None:
         stop_parts(state.parts)  # their children may still be running
         folder.forget()
         return None
+    # Without its console the cluster serves as before (tailrace restart console).
+    ended = [part.name for part in state.parts if part.name in ended and part.tier != Tier.CONSOLE]
     if ended or not state.ready:
         problem = f"{', '.join(ended)} ended" if ended else "it never became ready"
         raise CliError(f"a cluster is already running, but incomplete ({problem}); tailrace down stops it")
@@ -227,7 +240,8 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
         folder.require_room()
         if plan.certificates and not host:
             issue_certificates(
-                plan.certificates, (Identity(Role(part.role), part.name) for part in plan.parts)
+                plan.certificates,
+                (Identity(Role(part.role), part.name) for part in plan.parts if part.role),
             )
         return plan
     except ModelFolderError as error:
@@ -306,6 +320,7 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
             "",
             f"Tailrace is up: {workers}, OpenAI API at {state.http}/v1",
             f"  admin API  {state.admin}",
+            *_console_lines(state),
             f"  policy     {state.policy}: {_POLICY}"
             if state.policy == "tailrace"
             else f"  policy     {state.policy}",
@@ -325,6 +340,15 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
             f"{command} down stops the cluster.",
         ]
     )
+
+
+def _console_lines(state: RunState) -> list[str]:
+    """Return the line about the console; none if it does not run."""
+    spec = next((part.spec for part in state.parts if part.tier == Tier.CONSOLE), None)
+    if spec is None:
+        return []
+    token = spec.option("--token-file")
+    return [f"  console    http://{spec.address}/" + (f" (its token: {token})" if token else "")]
 
 
 def _curl(state: RunState, prompt: str, min_tokens: int = 0) -> str:

@@ -40,7 +40,9 @@ def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> C
             kept = {flag: old.option(flag) for flag in _ADDRESSES}
             changed.append(replace(spec, command=_with(spec.command, kept), address=old.address))
     names = {spec.name for spec in wanted}
-    return Changes(added, changed, [part.name for part in running if part.name not in names])
+    # A file says nothing about the console.
+    gone = [part.name for part in running if part.name not in names and part.tier != Tier.CONSOLE]
+    return Changes(added, changed, gone)
 
 
 def differing(old: Sequence[str], new: Sequence[str]) -> str:

@@ -77,6 +77,8 @@ class ClusterOptions:
     frontend_arguments: tuple[str, ...] = ()
     # OTLP endpoint for spans; None: disabled. MONITOR_TRACES: the cluster's own monitor.
     traces: str | None = None
+    # Whether it has a console.
+    console: bool = False
     # Its name in etcd.
     cluster: str = DEFAULT_CLUSTER
     # Environment of every part.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tailrace.local.certificates import certificate_folder, span_certificates
+from tailrace.local.certificates import OPERATOR, certificate_folder, span_certificates
 from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.ports import LOOPBACK
 from tailrace.security.roles import Role
@@ -20,6 +20,8 @@ class Tier(enum.StrEnum):
     CONTROL = "control"
     WORKER = "worker"
     FRONTEND = "frontend"
+    # Nobody waits for it: it starts when everything else is ready.
+    CONSOLE = "console"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class PartSpec:
     name: str
     tier: Tier
     command: Sequence[str]
-    # HOST:PORT of gRPC health (of etcd: HTTP health).
+    # HOST:PORT of gRPC health (of etcd and the console: HTTP health).
     address: str
     # Environment of this part only.
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +103,7 @@ def make_plan(
     """
     groups = _groups(options)
     services = 2 + options.schedulers + len(groups) + options.frontends
-    etcd_port, *ports = free_ports(1 + 2 * services)
+    etcd_port, *ports = free_ports(1 + 2 * services + options.console)
     etcd = f"{LOOPBACK}:{etcd_port}"
     certificates = f"{data}/certs" if options.tls else ""
     addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
@@ -137,10 +139,13 @@ def make_plan(
         frontend_part(options, service, _numbered("frontend", number, options.frontends), http)
         for number in range(options.frontends)
     ]
+    admin = ",".join(part.address for part in schedulers)
+    if options.console:
+        parts.append(_console_part(next(addresses), tailrace, admin, certificates, data))
     return Plan(
         parts=parts,
         environment=environment_of(options, monitor.address),
-        admin=",".join(part.address for part in schedulers),
+        admin=admin,
         http=f"{options.scheme}://{http}",
         etcd=etcd,
         certificates=certificates,
@@ -200,6 +205,17 @@ def frontend_part(
         heavy=options.front is Front.PYTHON,
         timeout_s=_VLLM_TIMEOUT_S,
     )
+
+
+def _console_part(
+    address: str, tailrace: Sequence[str], admin: str, certificates: str, data: str
+) -> PartSpec:
+    """Plan the console, which acts with the operator's certificate."""
+    command = [*tailrace, "serve", "console", "--http", address, "--admin", admin]
+    if certificates:
+        command += ["--tls", certificate_folder(certificates, OPERATOR.role.value, OPERATOR.name)]
+        command += ["--token-file", f"{data}/console.token"]
+    return PartSpec("console", Tier.CONSOLE, command, address)
 
 
 def _numbered(name: str, number: int, count: int) -> str:

@@ -82,6 +82,9 @@ def _check(spec: PartSpec, transport: Transport) -> None:
         folder = transport.folder.path if isinstance(transport, TlsTransport) else None
         check_etcd(spec.address, _TIMEOUT_S, folder)
         return
+    if spec.tier is Tier.CONSOLE:
+        check_http(f"http://{spec.address}/health", _TIMEOUT_S)
+        return
     role = Role(spec.role) if spec.role else Role.WORKER
     check_grpc(spec.address, "", _TIMEOUT_S, transport, role)
     if spec.http:

@@ -116,6 +116,10 @@ class Starter:
         await self._start_all([*self._plan.tier(Tier.WORKER), *frontends[:1]])
         await self._start_all(frontends[1:])
         await self._see_workers()
+        # No request needs the console: it starts while the user reads where it will be.
+        for spec in self._plan.tier(Tier.CONSOLE):
+            self._progress.show(spec.name, Step.STARTING)
+            self._launch(spec)
 
     async def _start_all(self, specs: Sequence[PartSpec]) -> None:
         for spec in specs:

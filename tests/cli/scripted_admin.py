@@ -88,7 +88,8 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self, request: migration_pb2.ListMigrationsRequest, context: grpc.ServicerContext
     ) -> migration_pb2.ListMigrationsReply:
         self._record("ListMigrations", request, context)
-        return migration_pb2.ListMigrationsReply(migrations=self.script.migrations[: request.limit])
+        found = [row for row in self.script.migrations if request.request_id in ("", row.request_id)]
+        return migration_pb2.ListMigrationsReply(migrations=found[: request.limit])
 
     def ListPolicies(
         self, request: admin.ListPoliciesRequest, context: grpc.ServicerContext

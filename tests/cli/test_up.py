@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +31,14 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.05)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 @pytest.fixture
@@ -75,6 +84,16 @@ def test_a_complete_cluster(here: WorkingFolder) -> None:
     assert "text and usage equal to the undisturbed answer: yes" in example.stdout
     assert "restarted worker-" in example.stdout
     assert "<svg" in (here.path / "picture.svg").read_text()
+
+    url = re.search(r"console +(http://\S+)", result.stdout)
+    assert url is not None
+    _wait(lambda: _answers(f"{url[1]}health"), "the console")
+    console = next(part for part in here.state().parts if part.name == "console")
+    os.kill(console.identity.pid, signal.SIGKILL)
+    _wait(lambda: not console.identity.alive(), "the console to end")
+    assert here.up().returncode == 0  # it serves without
+    assert here.tailrace("restart", "console").returncode == 0
+    assert _answers(f"{url[1]}health")
 
     state = here.state()
     worker = next(part for part in state.parts if part.name == "worker-0")

@@ -67,6 +67,12 @@ def test_a_changed_part_keeps_its_addresses() -> None:
         assert differing(before.command, spec.command) == "+--kv-blocks +99"
 
 
+def test_a_console_goes_on_whatever_the_file_says() -> None:
+    with_console = running(parts(20_000, console=True))
+    assert not compare(with_console, parts(25_000), ETCD)
+    assert compare(with_console, parts(25_000, workers=1), ETCD).removed == ["worker-1"]
+
+
 def test_a_new_part_finds_the_running_etcd() -> None:
     (added,) = compare(RUNNING, parts(25_000, workers=3), ETCD).added
     assert added.command[added.command.index("--etcd") + 1] == ETCD

@@ -49,6 +49,18 @@ def test_every_part_has_its_own_addresses() -> None:
     assert len({part.name for part in plan.parts}) == len(plan.parts)
 
 
+def test_a_console_acts_with_the_operators_certificate_and_asks_for_a_token() -> None:
+    assert not _plan().tier(Tier.CONSOLE)
+    (plain,) = _plan(console=True, schedulers=2).tier(Tier.CONSOLE)
+    assert _option(plain, "--http") == plain.address
+    assert _option(plain, "--admin") == _plan(console=True, schedulers=2).admin
+    assert not plain.option("--tls") and not plain.option("--token-file")
+    (secured,) = _plan(console=True, tls=True).tier(Tier.CONSOLE)
+    assert _option(secured, "--tls").endswith("/admin/local")
+    assert _option(secured, "--token-file") == "/run/data/console.token"
+    assert not secured.role
+
+
 def test_two_schedulers_form_one_admin_address() -> None:
     plan = _plan(schedulers=2)
     schedulers = [part for part in plan.parts if part.name.startswith("scheduler-")]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.harness.working_folder import WorkingFolder
 from tests.strangers.calls import call_all, http_get
 from tests.strangers.cluster import listening_ports
 from tests.strangers.sniffer import Sniffer
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
 
@@ -178,12 +180,35 @@ def test_member_with_another_role_is_refused(cluster: Cluster, role: Role) -> No
     assert counts["PERMISSION_DENIED"] > 20
 
 
+def test_the_console_shows_nothing_without_its_token(cluster: Cluster) -> None:
+    port = _port_of(cluster, "console")
+    _wait_for_listener(port)
+    assert "401" in http_get("127.0.0.1", port, "/api/events")
+    assert "401" in http_get("127.0.0.1", port, "/api/policies")
+
+
+def _port_of(cluster: Cluster, name: str) -> int:
+    """Return the port of a part's address."""
+    part = next(part for part in cluster.state().parts if part.name == name)
+    assert part.spec is not None
+    return int(part.spec.address.rpartition(":")[2])
+
+
+def _wait_for_listener(port: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 2).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def _plain_text_ports(cluster: Cluster) -> set[int]:
-    """Return the intentionally unencrypted ports: HTTP for users, etcd's health on loopback, UCX transfer."""
-    etcd = next(part for part in cluster.state().parts if part.name == "etcd")
-    assert etcd.spec is not None
-    health = int(etcd.spec.address.rpartition(":")[2])
-    exempt_ports = {cluster.port, health}
+    """Return the intentionally unencrypted ports: HTTP for users, the console and etcd's health on loopback,
+    UCX transfer."""
+    exempt_ports = {cluster.port, _port_of(cluster, "etcd"), _port_of(cluster, "console")}
     for port, part in cluster.listening_ports().items():
         if part.startswith("worker") and not _speaks_tls(port):
             exempt_ports.add(port)

@@ -1,0 +1,1 @@
+"""The console: a page that shows the fleet through the admin API."""

@@ -1,0 +1,321 @@
+"""The console's HTTP API, before an admin API that replies from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from aiohttp import ClientSession, web
+
+from console_svc.fleet import VIEWERS_MAX, Fleet, TooManyViewers
+from console_svc.web import HEADER, Site
+from tailrace.cli.admin import AdminAddress
+from tailrace.security.audit import AuditEntry
+from tailrace.security.transport import PLAIN
+from tailrace.service.tasks import supervised
+from tailrace.v1 import admin_pb2 as admin
+from tests.cli.scripted_admin import Script, serving, small_fleet
+from tests.waiting import WAIT_S
+
+PAGE = Path(__file__).parents[2] / "console_svc/page"
+OWN = {HEADER: "1", "Content-Type": "application/json"}
+
+
+class Entries:
+    """Audit entries, in order."""
+
+    def __init__(self) -> None:
+        self.all: list[AuditEntry] = []
+
+    def write(self, entry: AuditEntry) -> None:
+        self.all.append(entry)
+
+
+@pytest.fixture
+def script() -> Script:
+    return small_fleet()
+
+
+@pytest.fixture
+def entries() -> Entries:
+    return Entries()
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[AdminAddress]:
+    with serving(script) as address:
+        yield AdminAddress(address, address, PLAIN)
+
+
+@asynccontextmanager
+async def console(address: AdminAddress, entries: Entries, token: str = "") -> AsyncIterator[str]:
+    """Serve a console during the block; yield its URL."""
+    fleet = Fleet(address)
+    site = Site(fleet, entries, "127.0.0.1", token)
+    runner = web.AppRunner(site.app(), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with supervised({"poll": fleet.poll}):
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+        await fleet.close()
+
+
+@asynccontextmanager
+async def client(address: AdminAddress, entries: Entries, token: str = "") -> AsyncIterator[ClientSession]:
+    async with console(address, entries, token) as url, ClientSession(url) as session:
+        yield session
+
+
+async def _snapshot(session: ClientSession, **headers: str) -> Any:
+    async with session.get("/api/events", headers=headers) as reply:
+        assert reply.status == HTTPStatus.OK
+        line = await asyncio.wait_for(reply.content.readuntil(b"\n\n"), WAIT_S)
+        return json.loads(line.removeprefix(b"data: "))
+
+
+async def test_a_snapshot_has_the_fleet_in_columns(address: AdminAddress, entries: Entries) -> None:
+    async with client(address, entries) as session:
+        now = await _snapshot(session)
+    assert now["instances"]["id"] == ["worker-0", "worker-1"]
+    assert now["requests"]["id"] == ["chatcmpl-aaa1", "chatcmpl-aab2"]
+    assert now["requests"]["instance"] == [0, 1]
+    assert now["policy"] == {"name": "least_loaded", "suspended": ""}
+    assert now["session"] == {"admin": address.text, "who": "local", "may_act": True}
+    assert "worker-1" in [alert["what"] for alert in now["alerts"]]
+
+
+async def test_nobody_polls_while_nobody_watches(
+    address: AdminAddress, entries: Entries, script: Script
+) -> None:
+    async with client(address, entries) as session:
+        assert (await session.get("/")).status == HTTPStatus.OK
+        assert script.received == []
+        await _snapshot(session)
+        assert script.received != []
+
+
+async def test_all_viewers_share_one_poll(address: AdminAddress, entries: Entries, script: Script) -> None:
+    async with client(address, entries) as session:
+        first, *others = await asyncio.gather(*(_snapshot(session) for _ in range(5)))
+    assert all(other == first for other in others)
+    polls = [request for request in script.received if isinstance(request, admin.ListInstancesRequest)]
+    assert len(polls) <= 2
+
+
+async def test_viewers_are_bounded(address: AdminAddress) -> None:
+    fleet = Fleet(address)
+    stays = [fleet.watched() for _ in range(VIEWERS_MAX)]
+    for stay in stays:
+        await stay.__aenter__()
+    with pytest.raises(TooManyViewers):
+        async with fleet.watched():
+            pass
+    for stay in stays:
+        await stay.__aexit__(None, None, None)
+    async with fleet.watched():
+        pass
+    await fleet.close()
+
+
+async def test_an_admin_api_that_does_not_answer_is_an_alert(entries: Entries) -> None:
+    async with client(AdminAddress("127.0.0.1:1", "127.0.0.1:1", PLAIN), entries) as session:
+        now = await _snapshot(session)
+    assert now["instances"]["id"] == []
+    assert now["alerts"][0]["what"] == "admin API"
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "method", "done"),
+    [
+        (
+            "policy",
+            {"name": "pascal", "parameters": {"quantum_tokens": "200"}},
+            "SetPolicy",
+            "pascal is the policy; before: pascal",
+        ),
+        ("drain", {"instance": "worker-0"}, "Drain", "worker-0 drains: 2 requests left"),
+        ("drain", {"instance": "worker-0", "undrain": True}, "Drain", "worker-0 takes new requests again"),
+        (
+            "migrate",
+            {"request": "chatcmpl-aaa1", "target": "worker-1"},
+            "Migrate",
+            "chatcmpl-aaa1 is on worker-1, paused 4.2 ms",
+        ),
+    ],
+)
+async def test_an_action_is_carried_out_and_leaves_an_audit_line(
+    address: AdminAddress, entries: Entries, action: str, body: dict[str, object], method: str, done: str
+) -> None:
+    async with client(address, entries) as session:
+        reply = await session.post(f"/api/actions/{action}", json=body, headers=OWN)
+        assert (reply.status, await reply.json()) == (HTTPStatus.OK, {"done": done})
+    (entry,) = entries.all
+    assert (entry.who, entry.peer, entry.what) == ("local", "127.0.0.1", method)
+    assert body.items() <= entry.request.items()
+    assert (entry.outcome, entry.details) == ("OK", done)
+
+
+async def test_a_refused_action_leaves_an_audit_line(
+    address: AdminAddress, entries: Entries, script: Script
+) -> None:
+    script.errors["SetPolicy"] = (grpc.StatusCode.PERMISSION_DENIED, "role viewer; SetPolicy requires admin")
+    async with client(address, entries) as session:
+        reply = await session.post("/api/actions/policy", json={"name": "pascal"}, headers=OWN)
+        assert reply.status == HTTPStatus.FORBIDDEN
+        assert "requires admin" in (await reply.json())["error"]
+    assert [entry.outcome for entry in entries.all] == ["PERMISSION_DENIED"]
+
+
+async def test_a_migration_that_is_aborted_is_no_success(
+    address: AdminAddress, entries: Entries, script: Script
+) -> None:
+    del script.migrate_events[1:]
+    async with client(address, entries) as session:
+        body = {"request": "chatcmpl-aaa1", "target": "worker-1"}
+        reply = await session.post("/api/actions/migrate", json=body, headers=OWN)
+        assert reply.status == HTTPStatus.CONFLICT
+    assert [entry.outcome for entry in entries.all] == ["ABORTED"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "application/json"}, HTTPStatus.FORBIDDEN),
+        (OWN | {"Origin": "http://evil.example"}, HTTPStatus.FORBIDDEN),
+        (OWN | {"Origin": "null"}, HTTPStatus.FORBIDDEN),
+        (OWN | {"Host": "evil.example"}, HTTPStatus.FORBIDDEN),
+        (OWN | {"Content-Type": "text/plain"}, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
+    ],
+)
+async def test_other_sites_cannot_act(
+    address: AdminAddress, entries: Entries, script: Script, headers: dict[str, str], status: HTTPStatus
+) -> None:
+    async with client(address, entries) as session:
+        reply = await session.post("/api/actions/policy", data='{"name": "pascal"}', headers=headers)
+        assert reply.status == status
+    assert script.received == [] and entries.all == []
+
+
+async def test_the_page_itself_can_act(address: AdminAddress, entries: Entries) -> None:
+    async with console(address, entries) as url, ClientSession(url) as session:
+        reply = await session.post(
+            "/api/actions/policy", json={"name": "pascal"}, headers=OWN | {"Origin": url}
+        )
+        assert reply.status == HTTPStatus.OK
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8081", "localhost.evil.example", ""])
+async def test_a_name_bound_to_this_address_is_refused(
+    address: AdminAddress, entries: Entries, host: str
+) -> None:
+    async with client(address, entries) as session:
+        for path in ("/", "/api/events", "/api/policies"):
+            assert (await session.get(path, headers={"Host": host})).status == HTTPStatus.FORBIDDEN
+
+
+@pytest.mark.parametrize("host", ["localhost:8081", "LOCALHOST", "127.0.0.1", "[::1]:8081", "10.0.0.5:8081"])
+async def test_addresses_are_its_own_host(address: AdminAddress, entries: Entries, host: str) -> None:
+    async with client(address, entries) as session:
+        assert (await session.get("/", headers={"Host": host})).status == HTTPStatus.OK
+
+
+async def test_with_a_token_nothing_of_the_cluster_is_shown_without_it(
+    address: AdminAddress, entries: Entries, script: Script
+) -> None:
+    async with client(address, entries, token="s3cret-s3cret-s3cret") as session:
+        for headers in (
+            {},
+            {"Authorization": "Bearer s3cret"},
+            {"Authorization": "Basic s3cret-s3cret-s3cret"},
+        ):
+            for path in ("/api/events", "/api/policies", "/api/requests/chatcmpl-aaa1"):
+                assert (await session.get(path, headers=headers)).status == HTTPStatus.UNAUTHORIZED
+            reply = await session.post("/api/actions/policy", json={"name": "p"}, headers=OWN | headers)
+            assert reply.status == HTTPStatus.UNAUTHORIZED
+        assert script.received == []
+        assert (await session.get("/")).status == HTTPStatus.OK
+        assert await _snapshot(session, Authorization="Bearer s3cret-s3cret-s3cret")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"name": ""}',
+        '{"name": 5}',
+        '{"name": "p", "more": 1}',
+        '{"name": "%s"}' % ("x" * 501),
+    ],
+)
+async def test_malformed_actions(address: AdminAddress, entries: Entries, script: Script, body: str) -> None:
+    async with client(address, entries) as session:
+        reply = await session.post("/api/actions/policy", data=body, headers=OWN)
+        assert reply.status == HTTPStatus.BAD_REQUEST
+    assert script.received == []
+
+
+async def test_sizes_are_bounded(address: AdminAddress, entries: Entries) -> None:
+    async with client(address, entries) as session:
+        reply = await session.post("/api/actions/policy", data=b" " * 100_000, headers=OWN)
+        assert reply.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        assert (await session.get(f"/api/requests/{'x' * 501}")).status == HTTPStatus.BAD_REQUEST
+        assert (await session.post("/api/actions/none", json={}, headers=OWN)).status == HTTPStatus.NOT_FOUND
+
+
+async def test_policies_with_parameters_and_the_shadow(
+    address: AdminAddress, entries: Entries, script: Script
+) -> None:
+    script.shadow = admin.Shadow(
+        name="ares", policy="pascal", counts=[admin.ShadowCount(point="place", same=3)]
+    )
+    async with client(address, entries) as session:
+        found = await (await session.get("/api/policies")).json()
+        assert [policy["name"] for policy in found["policies"]] == ["least_loaded", "round_robin"]
+        assert found["shadow"]["counts"] == [{"point": "place", "same": 3, "different": 0, "failed": 0}]
+        script.errors["ListPolicies"] = (grpc.StatusCode.UNAVAILABLE, "no leader")
+        reply = await session.get("/api/policies")
+        assert (reply.status, await reply.json()) == (HTTPStatus.SERVICE_UNAVAILABLE, {"error": "no leader"})
+
+
+async def test_every_reply_carries_the_policy_of_the_page(address: AdminAddress, entries: Entries) -> None:
+    async with client(address, entries) as session:
+        for path in ("/", "/page/app.js", "/api/policies", "/api/actions/none", "/none", "/page/none.js"):
+            headers = (await session.get(path)).headers
+            policy = headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self';")
+            assert "unsafe" not in policy and "frame-ancestors 'none'" in policy
+            assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_only_files_of_the_page_are_served(address: AdminAddress, entries: Entries) -> None:
+    async with client(address, entries) as session:
+        for file in PAGE.iterdir():
+            assert (await session.get(f"/page/{file.name}")).status == HTTPStatus.OK
+        for path in ("/page/..%2Fmain.py", "/page/../main.py", "/page/main.py", "/page/"):
+            assert (await session.get(path)).status == HTTPStatus.NOT_FOUND
+
+
+@pytest.mark.parametrize("file", sorted(PAGE.glob("*.js")), ids=lambda file: file.name)
+def test_scripts_never_make_markup_of_text(file: Path) -> None:
+    text = file.read_text()
+    for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
+        assert danger not in text
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    for file in PAGE.iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "://" not in text.replace("'://'", ""), file.name
+    assert "style=" not in (PAGE / "index.html").read_text()
