@@ -198,8 +198,8 @@ def _least(least: int, most: int, guess: int) -> Generator[int, bool, int | None
     """Yield numbers from `least` to `most` to try, and take whether each is enough; return the smallest that
     is and whose predecessor is not, or None if `most` is not.
 
-    The first is `guess`, and the next are ever further from it: fleets that are far too small take long to
-    simulate.
+    The first is `guess`; the next are ever further from it, until one is enough and one is not. Fleets that
+    are far too small take long to simulate.
     """
     low, high, step = least - 1, most + 1, 1
     probe = min(max(guess, least), most)
@@ -211,9 +211,7 @@ def _least(least: int, most: int, guess: int) -> Generator[int, bool, int | None
             low = probe
             probe += step
         step *= 2
-        # Once there is a number on either side, or the next would be beyond the ends.
-        if (low >= least and high <= most) or not low < probe < high:
-            probe = (low + high) // 2 if low >= least and high <= most else min(max(probe, least), most)
+        probe = (low + high) // 2 if low >= least and high <= most else min(max(probe, least), most)
     return high if high <= most else None
 
 
