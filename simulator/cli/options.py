@@ -34,12 +34,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100"
 _POSITIVE: Final = RealRange(min=0.0, min_open=True)
-_INSTANCES_MAX: Final = 20_000
+INSTANCES_MAX: Final = 20_000
 
 
 def fleet_options(function: F) -> F:
-    """Add --profile, --instances, --length-penalty, --prefill-instances, --prefix-caching, --host-kv,
-    --host-caching and --predict."""
+    """Add --profile, --instances and --prefill-instances, and what `engine_options` adds."""
     for option in reversed(
         (
             click.option(
@@ -51,20 +50,31 @@ def fleet_options(function: F) -> F:
             ),
             click.option(
                 "--instances",
-                type=WholeRange(1, _INSTANCES_MAX),
+                type=WholeRange(1, INSTANCES_MAX),
                 help=f"How many. [default: {INSTANCES}, or as many as --profile has]",
-            ),
-            click.option(
-                "--length-penalty",
-                default="none",
-                show_default=True,
-                help="Cost of unequal lengths in a batch: name or JSON file.",
             ),
             click.option(
                 "--prefill-instances",
                 type=WholeRange(min=1),
                 help="For policies with pools: initial number of prefill instances. [default: the "
                 "policy's share]",
+            ),
+            engine_options,
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def engine_options(function: F) -> F:
+    """Add --length-penalty, --prefix-caching, --host-kv, --host-caching and --predict."""
+    for option in reversed(
+        (
+            click.option(
+                "--length-penalty",
+                default="none",
+                show_default=True,
+                help="Cost of unequal lengths in a batch: name or JSON file.",
             ),
             click.option(
                 "--prefix-caching",
@@ -188,8 +198,8 @@ def fleet_of(
     if len({kind.kv_bytes_per_token for kind in kinds}) > 1:
         raise UsageProblem(f"--profile: {profile}: KV of different sizes per token, so of different models")
     instances = sum(count for _, count in counts)
-    if instances > _INSTANCES_MAX:
-        raise UsageProblem(f"--profile: {instances} instances; at most {_INSTANCES_MAX} are possible")
+    if instances > INSTANCES_MAX:
+        raise UsageProblem(f"--profile: {instances} instances; at most {INSTANCES_MAX} are possible")
     try:
         load_length_penalty(penalty)
     except LengthPenaltyError as error:

@@ -93,6 +93,17 @@ def at_rate(workload: Workload, rate_per_s: float) -> Workload:
     return scaled(workload, rate_per_s / mean_rate_per_s(workload.requests))
 
 
+def shuffled(workload: Workload, seed: int) -> Workload:
+    """Pair the arrivals and the requests anew: the same times and the same lengths, in another order."""
+    requests = workload.requests
+    order = np.random.default_rng(seed).permutation(len(requests))
+    paired = [
+        replace(requests[at], arrival_s=request.arrival_s)
+        for at, request in zip(order, requests, strict=True)
+    ]
+    return Workload(workload.name, paired, f"{workload.source}; shuffled with seed {seed}")
+
+
 def clipped(workload: Workload, clip: Clip) -> Workload:
     """Return the part of the workload selected by `clip`. Raise WorkloadError if it is empty."""
     requests = clip.cut(workload.requests)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from simulator.workloads import jsonl
-from simulator.workloads.arrivals import at_rate, fit, merged, scaled
+from simulator.workloads.arrivals import at_rate, fit, merged, scaled, shuffled
 from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.generators import GENERATORS, SESSIONS, Generator, SessionGenerator
 from simulator.workloads.rows import SPAN_MAX_S
@@ -45,6 +45,9 @@ class WorkloadOptions:
     duration_s: float | None = None
     # Prompts are truncated so that prompt and output fit into this many tokens; None: no limit.
     max_model_len: int | None = None
+    # Whether a trace, which has no randomness, gets some: seeds other than 0 pair its arrivals and lengths
+    # anew.
+    shuffle: bool = False
 
     @property
     def clip(self) -> Clip:
@@ -91,7 +94,8 @@ def _resolve_part(spec: str, options: WorkloadOptions) -> Workload:
         return _generate(SESSIONS[spec], options)
     form, colon, path = spec.partition(":")
     if form in FORMATS and path:
-        return _scaled(FORMATS[form](Path(path).expanduser(), options.clip), options)
+        trace = _scaled(FORMATS[form](Path(path).expanduser(), options.clip), options)
+        return shuffled(trace, options.seed) if options.shuffle and options.seed else trace
     problem = f"unknown format {form!r}" if colon else f"unknown workload {spec!r}"
     if not colon and Path(spec).expanduser().is_file():
         raise WorkloadError(

@@ -165,6 +165,7 @@ _PLUGINS = "tailrace.commands"
 _PLUGIN_HELP = {
     "simulate": "Run one policy on a workload in the simulator.",
     "compare": "Compare several policies on workloads.",
+    "size": "Find how many instances a workload needs.",
     "claims": "Reproduce the papers' claims in the simulator.",
     "predictor": "Collect samples for, train and evaluate an output-length predictor.",
     "validate": "Replay measured runs in the simulator and report its error.",

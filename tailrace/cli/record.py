@@ -1,16 +1,21 @@
-"""`tailrace record`: record the inputs and decisions of the leading scheduler."""
+"""`tailrace record`: record the inputs and decisions of the leading scheduler, or only its load."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import click
 
-from tailrace.cli.admin import admin_option, connect
+from tailrace.cli.admin import Admin, admin_option, connect
 from tailrace.cli.errors import CliError, file_errors
 from tailrace.cli.output import note
+from tailrace.control.arrivals import NothingEndedError, RecordedLoad
+from tailrace.control.recording import InvalidRecordingError, decode
 from tailrace.numeric import Duration
 from tailrace.v1.admin_pb2 import RecordRequest
 
@@ -28,28 +33,53 @@ _MARGIN_S: Final = 10.0
     show_default=True,
     help="Seconds to record; Ctrl-C ends earlier.",
 )
+@click.option(
+    "--arrivals",
+    is_flag=True,
+    help="Write only when requests arrive and how long they are: a jsonl:FILE workload of tailrace size, "
+    "simulate and compare.",
+)
 @admin_option
-def record(file: Path, seconds: float, admin: str | None) -> None:
+def record(file: Path, seconds: float, arrivals: bool, admin: str | None) -> None:
     """Write the leading scheduler's state, its inputs from now on, and its decisions to FILE.
 
     JSON lines, without the text of any prompt or answer, for tailrace replay. FILE is replaced as soon as the
-    recording begins; if it ends early, what FILE has by then can be replayed.
+    recording begins; if it ends early, what FILE has by then can be replayed. With --arrivals, FILE is
+    replaced at the end.
     """
+    with connect(admin) as connection, file_errors(InvalidRecordingError, NothingEndedError, path=file):
+        batches = _batches(connection, seconds)
+        if arrivals:
+            _record_load(file, batches)
+        else:
+            _record(file, batches)
+
+
+def _batches(connection: Admin, seconds: float) -> Iterator[Sequence[bytes]]:
+    """Yield the recorded lines as they come, an input and the decisions on it together."""
+    call = connection.stub.Record(RecordRequest(seconds=seconds), timeout=seconds + _MARGIN_S)
+    try:
+        with connection.errors():
+            for reply in call:
+                yield reply.lines
+    finally:
+        call.cancel()
+
+
+def _record(file: Path, batches: Iterator[Sequence[bytes]]) -> None:
     lines = 0
-    with connect(admin) as connection, file_errors(path=file), ExitStack() as opened:
-        call = connection.stub.Record(RecordRequest(seconds=seconds), timeout=seconds + _MARGIN_S)
+    with ExitStack() as opened:
         target: BinaryIO | None = None
         try:
-            with connection.errors():
-                for reply in call:
-                    if target is None:
-                        # Not earlier: a recording that does not begin must not empty the file of another.
-                        target = opened.enter_context(file.open("wb"))
-                    # At once, so that Ctrl-C does not separate an input from the decisions on it.
-                    target.write(b"".join(line + b"\n" for line in reply.lines))
-                    lines += len(reply.lines)
+            for batch in batches:
+                if target is None:
+                    # Not earlier: a recording that does not begin must not empty the file of another.
+                    target = opened.enter_context(file.open("wb"))
+                # At once, so that Ctrl-C does not separate an input from the decisions on it.
+                target.write(b"".join(line + b"\n" for line in batch))
+                lines += len(batch)
         except KeyboardInterrupt:
-            call.cancel()
+            pass
         except CliError as error:
             if not lines:
                 raise
@@ -57,3 +87,29 @@ def record(file: Path, seconds: float, admin: str | None) -> None:
     if not lines:
         raise CliError(f"{file}: nothing was recorded")
     note(f"{file}: {lines} lines")
+
+
+def _record_load(file: Path, batches: Iterator[Sequence[bytes]]) -> None:
+    # Now, and not when there is something to lose.
+    if not file.parent.is_dir():
+        raise CliError(f"{file}: No such file or directory")
+    load, ended = RecordedLoad(), ""
+    try:
+        for line in decode(chain.from_iterable(batches)):
+            load.add(line)
+    except KeyboardInterrupt:
+        pass
+    except CliError as error:
+        if not len(load):
+            raise
+        ended = f", then the recording ended: {error.message}"
+    if load.ends_early:
+        ended = ", then the recording ended: this command could not keep up"
+    rows = list(load.rows())
+    file.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows), encoding="utf-8")
+    if load.models > 1:
+        note(f"{load.models} models: their requests are in one file, as if for one")
+    drawn = f", {load.unfinished} unfinished, with lengths of others" if load.unfinished else ""
+    if ended:
+        raise CliError(f"{file}: {len(rows)} requests{drawn}{ended}")
+    note(f"{file}: {len(rows)} requests{drawn}")

@@ -88,6 +88,37 @@ def test_a_recording_that_ends_early_is_kept(
     assert replay(str(path)).exit_code == 0
 
 
+def test_record_arrivals_writes_a_workload(
+    run: Run, script: Script, lines: list[bytes], tmp_path: Path
+) -> None:
+    script.recorded = lines
+    path = tmp_path / "load.jsonl"
+    result = run("record", "--arrivals", str(path), "--for", "3")
+    assert result.exit_code == 0, result.output
+    rows = path.read_text().splitlines()
+    assert re.fullmatch(
+        rf"{path}: {len(rows)} requests(, \d+ unfinished, with lengths of others)?\n", result.stderr
+    )
+    assert json.loads(rows[0]).keys() == {"arrival_s", "prompt_tokens", "reasoning_tokens", "answer_tokens"}
+    script.stream_ends = (grpc.StatusCode.ABORTED, "it does not lead any more")
+    early = run("record", "--arrivals", str(path))
+    assert early.exit_code == 1 and "then the recording ended: it does not lead any more" in early.stderr
+    assert path.read_text().splitlines() == rows
+
+
+def test_record_arrivals_without_any_keeps_the_file(run: Run, script: Script, tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    path.write_text("before")
+    script.stream_ends = (grpc.StatusCode.FAILED_PRECONDITION, "a recording is in progress already")
+    assert run("record", "--arrivals", str(path)).exit_code == 1
+    script.stream_ends = None
+    nothing = run("record", "--arrivals", str(path))
+    assert nothing.exit_code == 1 and "record for longer" in nothing.stderr
+    assert path.read_text() == "before"
+    folder = run("record", "--arrivals", str(tmp_path / "no" / "folder"))
+    assert folder.exit_code == 1 and "no/folder: No such file or directory" in folder.stderr
+
+
 def test_replay_finds_no_difference(file: Path) -> None:
     result = replay(str(file))
     assert result.exit_code == 0 and result.stderr == ""
