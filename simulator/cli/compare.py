@@ -34,6 +34,7 @@ from simulator.estimate import Best
 from simulator.figure_text import FIGURE_FORMATS, format_parameters, half_text, knowledge_line, mean_text
 from simulator.report.side_by_side import comparison_report
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
+from tailrace.brief_help import BriefCommand
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -42,6 +43,7 @@ from tailrace.numeric import RealRange, WholeRange
 
 @click.command(
     "compare",
+    cls=BriefCommand,
     epilog="Example: tailrace compare pascal least_loaded+pascal --workload alpaca_eval --rate 8 --rate 12 "
     "--profile r1-distill-qwen-32b-h100 --report compare.html",
 )

@@ -20,6 +20,7 @@ from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
 from simulator.workloads.resolve import COUNT_MAX
+from tailrace.brief_help import Rare
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import note
 from tailrace.cli.plain import JsonValue
@@ -55,6 +56,7 @@ def fleet_options(function: F) -> F:
             ),
             click.option(
                 "--prefill-instances",
+                cls=Rare,
                 type=WholeRange(min=1),
                 help="For policies with pools: initial number of prefill instances. [default: the "
                 "policy's share]",
@@ -72,6 +74,7 @@ def engine_options(function: F) -> F:
         (
             click.option(
                 "--length-penalty",
+                cls=Rare,
                 default="none",
                 show_default=True,
                 help="Cost of unequal lengths in a batch: name or JSON file.",
@@ -84,6 +87,7 @@ def engine_options(function: F) -> F:
             click.option(
                 "--host-kv",
                 "host_kv_gib",
+                cls=Rare,
                 type=RealRange(0.0, 1e6),
                 default=HOST_KV_GIB,
                 show_default=True,
@@ -92,11 +96,13 @@ def engine_options(function: F) -> F:
             ),
             click.option(
                 "--host-caching",
+                cls=Rare,
                 is_flag=True,
                 help="With --prefix-caching: keep evicted blocks in host memory, and load them back.",
             ),
             click.option(
                 "--predict",
+                cls=Rare,
                 type=click.Choice(PREDICTIONS),
                 help="Workers' predictions of output lengths. [default: what the policy needs]",
             ),
@@ -110,14 +116,17 @@ def workload_options(function: F) -> F:
     """Add --speed, --count, --start, --duration and --max-model-len."""
     for option in reversed(
         (
-            click.option("--speed", type=_POSITIVE, help="Factor by which a trace's time is sped up."),
+            click.option("--speed", cls=Rare, type=_POSITIVE, help="Factor by which a trace is sped up."),
             click.option(
                 "--count", type=WholeRange(1, COUNT_MAX), help="Requests. [default: all; generated: 1000]"
             ),
-            click.option("--start", type=RealRange(min=0.0), default=0.0, help="Seconds of a trace to skip."),
-            click.option("--duration", type=_POSITIVE, help="Seconds of the workload's own time."),
+            click.option(
+                "--start", cls=Rare, type=RealRange(min=0.0), default=0.0, help="Seconds of a trace to skip."
+            ),
+            click.option("--duration", cls=Rare, type=_POSITIVE, help="Seconds of the workload's own time."),
             click.option(
                 "--max-model-len",
+                cls=Rare,
                 type=WholeRange(min=2),
                 help="Truncate prompts so that prompt and output fit into this many tokens.",
             ),
@@ -149,18 +158,21 @@ def slo_options(function: F) -> F:
             ),
             click.option(
                 "--slo-qoe",
+                cls=Rare,
                 type=RealRange(min=0.0, max=1.0),
                 default=0.0,
                 help="Minimum QoE of an answer; PASCAL uses 0.95. [default: no objective]",
             ),
             click.option(
                 "--slo-pace",
+                cls=Rare,
                 type=non_negative,
                 default=0.0,
                 help="Seconds per token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
             ),
             click.option(
                 "--slo-admit",
+                cls=Rare,
                 type=non_negative,
                 default=0.0,
                 help="Refuse a request whose predicted TTFT exceeds this multiple of --slo-ttft. "

@@ -30,6 +30,7 @@ from simulator.figure_text import format_parameters, knowledge_line, summary_row
 from simulator.report.run import run_report
 from simulator.scenario import Outcome, Scenario, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
+from tailrace.brief_help import BriefCommand
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
 from tailrace.numeric import RealRange, WholeRange
@@ -37,6 +38,7 @@ from tailrace.numeric import RealRange, WholeRange
 
 @click.command(
     "simulate",
+    cls=BriefCommand,
     epilog="Example: tailrace simulate pascal r1 --rate 10 --profile r1-distill-qwen-32b-h100 "
     "--report run.html",
 )

@@ -31,6 +31,7 @@ from simulator.figure_text import FIGURE_FORMATS, describe_instances, half_text,
 from simulator.report.sizes import sizing_report
 from simulator.sizing import Kind, Size, SizePlan, Sizing, size_fleets
 from simulator.workloads.resolve import WorkloadOptions
+from tailrace.brief_help import BriefCommand
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -42,6 +43,7 @@ FIGURES: Final = ("attainment", "ttft_p99_s", "tpot_p99_s")
 
 @click.command(
     "size",
+    cls=BriefCommand,
     epilog="Example: tailrace size jsonl:load.jsonl --profile llama-3.1-8b-h100 --profile llama-3.1-8b-l40s "
     "--slo-ttft 1 --slo-tpot 0.05 --report size.html",
 )
