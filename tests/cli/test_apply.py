@@ -55,7 +55,9 @@ def here(tmp_path: Path) -> Iterator[FleetFolder]:
 
 
 def test_a_cluster_follows_its_file_under_load(here: FleetFolder) -> None:
-    here.write(policy={"name": "pascal", "parameters": {"quantum_tokens": 250}}, slo={"ttft": "1s"})
+    here.write(
+        policy={"name": "pascal", "parameters": {"quantum_tokens": 250, "pacer": False}}, slo={"ttft": "1s"}
+    )
     up = here.tailrace("up", "-f", "fleet.yaml")
     assert up.returncode == 0, up.stderr
     assert here.apply() == "nothing to change: the cluster is as the file says\n"
@@ -64,9 +66,11 @@ def test_a_cluster_follows_its_file_under_load(here: FleetFolder) -> None:
         wait_until(lambda: load.count() >= 4, "the first answers")
 
         # A parameter, an instance more.
-        here.write(replicas=3, policy={"name": "pascal", "parameters": {"quantum_tokens": 300}})
+        here.write(
+            replicas=3, policy={"name": "pascal", "parameters": {"quantum_tokens": 300, "pacer": False}}
+        )
         shown = here.apply("--dry-run")
-        assert "pascal quantum_tokens=250 -> pascal quantum_tokens=300" in shown
+        assert "pascal pacer=false quantum_tokens=250 -> pascal pacer=false quantum_tokens=300" in shown
         assert shown.splitlines()[-1] == "worker-2  start"
         assert len(here.figures("get", "instances")["instances"]) == 2
         here.apply("--yes")

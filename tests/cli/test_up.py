@@ -25,6 +25,9 @@ from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
 
+# Without the pacer, with which answers come at reading pace.
+_PARAMETERS = ("--set", "quantum_tokens=200", "--set", "pacer=false")
+
 
 def _wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_S
@@ -49,7 +52,7 @@ def here(tmp_path: Path) -> Iterator[WorkingFolder]:
 
 
 def test_a_complete_cluster(here: WorkingFolder) -> None:
-    result = here.up("--workers", "2", "--sim=speed=2", "--policy", "pascal", "--set", "quantum_tokens=200")
+    result = here.up("--workers", "2", "--sim=speed=2", "--policy", "pascal", *_PARAMETERS)
     assert result.returncode == 0, result.stderr
     state = here.state()
     assert state.ready
