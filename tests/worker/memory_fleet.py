@@ -223,12 +223,12 @@ class Node:
         self.engine = SimulatedEngine(settings, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
         self.incoming = TransferRate()
-        self._events = PhaseEvents()
+        self.events = PhaseEvents()
         self._fleet = fleet
 
     async def start(self) -> None:
         sink = FrontEndSink(
-            self.front_ends, self.running, self._events, self.metrics, lambda reason: None, lambda key: None
+            self.front_ends, self.running, self.events, self.metrics, lambda reason: None, lambda key: None
         )
         info = await self.engine.start(sink)
         faults = self.faults = Faults()
@@ -257,7 +257,7 @@ class Node:
                 self.blocks,
                 self.front_ends,
                 self.running,
-                self._events,
+                self.events,
                 self.metrics,
                 faults,
                 SETTINGS,
@@ -271,7 +271,7 @@ class Node:
                 puller,
                 self.front_ends,
                 self.running,
-                self._events,
+                self.events,
                 self.metrics,
                 faults,
                 spans,
@@ -288,7 +288,7 @@ class Node:
             self.imports,
             pulls,
             self.running,
-            self._events,
+            self.events,
             self.metrics,
         )
         self.front_ends.on_gone(dispatch.client_gone)
@@ -402,8 +402,15 @@ class FrontEnd:
         if self.owner is not None:
             self.send(self.owner, abort=worker_pb2.Abort(handles=[1]))
 
-    def _place(self) -> None:
-        self.owner = min(self.attached, default=None)
+    def hand_over(self, number: int) -> None:
+        """Accept a target of which no other part of the fleet knows: it runs the request from here on."""
+        assert self.owner is not None
+        self.send(self.owner, release=worker_pb2.Release(handle=1, epoch=self.epoch))
+        self.epoch += 1
+        self._place(number)
+
+    def _place(self, number: int | None = None) -> None:
+        self.owner = min(self.attached, default=None) if number is None else number
         if self.owner is not None:
             submit = worker_pb2.Submit(
                 handle=1,

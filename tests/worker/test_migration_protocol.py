@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tailrace.v1 import worker_pb2
 from tests.worker.memory_fleet import ENGINE, MODES, Fleet
 from tests.worker.virtual_loop import run_virtually
 from worker_agent.engine.simulated import SimulatedSettings
@@ -219,3 +220,30 @@ def test_a_front_end_that_leaves_after_its_acceptance_leaves_nothing_behind(
         return tokens
 
     assert run_virtually(moved()) == undisturbed()
+
+
+def test_a_release_during_the_end_of_an_export_is_no_abort() -> None:
+    """The target's report of the commit has come before it; the scheduler learns where the request is."""
+
+    async def moved() -> tuple[dict[str, int], list[str]]:
+        fleet = Fleet(0)
+        await fleet.start()
+        source, front_end = fleet.nodes[0], fleet.front_end
+
+        async def release(where: str) -> None:
+            if where == "export:adopt":
+                front_end.send(0, release=worker_pb2.Release(handle=1, epoch=0))
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source.faults, "hold", release)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            await fleet.settle()
+        moved_to = [event.moved_to_instance_id for event in source.events.take([], source.running)]
+        finished = dict(source.metrics.finished)
+        await fleet.close()
+        return finished, moved_to
+
+    finished, moved_to = run_virtually(moved())
+    assert (finished["moved"], finished["aborted"], moved_to) == (1, 0, ["1"])

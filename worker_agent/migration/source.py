@@ -120,6 +120,11 @@ class Export:
         """Return whether the request is paused."""
         return self._paused_s is not None
 
+    @property
+    def releases(self) -> bool:
+        """Return whether it is decided that the request has moved."""
+        return self.decided and self._outcome is Outcome.RELEASE
+
     async def run(self) -> None:
         """Open the export, send blocks in rounds, pause, and hand the request over, or go on with it.
 
