@@ -222,6 +222,34 @@ def test_a_front_end_that_leaves_after_its_acceptance_leaves_nothing_behind(
     assert run_virtually(moved()) == undisturbed()
 
 
+@pytest.mark.parametrize("action", ["reattach", "restart"])
+def test_a_request_that_comes_back_while_its_export_ends_is_in_the_workers_table(action: str) -> None:
+    """The target is lost just after its commit: the worker must know what it runs, or it stops as empty."""
+
+    async def moved() -> tuple[list[int], int, int]:
+        fleet = Fleet(0)
+        await fleet.start()
+        source = fleet.nodes[0]
+
+        async def lose_target(where: str) -> None:
+            if where == "export:adopt":
+                await act(fleet, (action, 1))
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source.faults, "hold", lose_target)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            await asyncio.sleep(1.5)
+        known = len(source.running)
+        await fleet.settle()
+        tokens, finished = fleet.front_end.tokens, source.metrics.finished["finished"]
+        await fleet.close()
+        return tokens, known, finished
+
+    assert run_virtually(moved()) == (undisturbed(), 1, 1)
+
+
 def test_a_release_during_the_end_of_an_export_is_no_abort() -> None:
     """The target's report of the commit has come before it; the scheduler learns where the request is."""
 

@@ -51,7 +51,7 @@ from worker_agent.migration.export_call import (
 )
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.registration import Addressee
-from worker_agent.running_requests import RunningRequests
+from worker_agent.running_requests import RunningRequest, RunningRequests
 from worker_agent.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -299,6 +299,14 @@ class Export:
         self._reason = "released"
         return Outcome.GONE
 
+    def _take_running(self) -> RunningRequest | None:
+        """Remove the exported request from the worker's table, and return it; None if it has left, or if it
+        has left and come back in a later epoch."""
+        running = None if self.key is None else self._parts.running.get(self.key)
+        if self.key is None or running is None or running.epoch != self.epoch:
+            return None
+        return self._parts.running.remove(self.key)
+
     async def _on_target_lost(self, reason: str) -> Outcome:
         self._reason = reason
         return await self._query_ownership() if self.paused else Outcome.RESUME
@@ -361,7 +369,7 @@ class Export:
             log.warning("%s after its export: %s", self._request_id, error)
         if outcome is Outcome.RELEASE:
             self._parts.metrics.exports["committed"] += 1
-            running = None if self.key is None else self._parts.running.remove(self.key)
+            running = self._take_running()
             if running is not None:
                 self._parts.metrics.finished["moved"] += 1
                 self._parts.events.gone(running, moved_to=self._target_instance_id)
