@@ -275,3 +275,27 @@ def test_a_release_during_the_end_of_an_export_is_no_abort() -> None:
 
     finished, moved_to = run_virtually(moved())
     assert (finished["moved"], finished["aborted"], moved_to) == (1, 0, ["1"])
+
+
+def test_a_request_released_before_its_pause_is_not_in_the_workers_table() -> None:
+    """An earlier migration of it was accepted after the source was told to go on."""
+
+    async def moved() -> None:
+        fleet = Fleet(0)
+        await fleet.start()
+        source, front_end = fleet.nodes[0], fleet.front_end
+
+        async def release(where: str) -> None:
+            if where == "export:pre_copy" and front_end.owner == 0:
+                front_end.hand_over(2)
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source.faults, "hold", release)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            # This checks that nothing is left anywhere.
+            await fleet.settle()
+        await fleet.close()
+
+    run_virtually(moved())

@@ -294,10 +294,17 @@ class Export:
         """Handle a release; a request that is not paused here must stop at once."""
         if self.paused:
             return Outcome.RELEASE
-        if self.key is not None:
-            self._parts.engine.abort([self.key])
+        self._abort()
         self._reason = "released"
         return Outcome.GONE
+
+    def _abort(self) -> None:
+        """End the request here: another instance runs it."""
+        running = self._take_running()
+        if running is not None and self.key is not None:
+            self._parts.engine.abort([self.key])
+            self._parts.metrics.finished["aborted"] += 1
+            self._parts.events.gone(running)
 
     def _take_running(self) -> RunningRequest | None:
         """Remove the exported request from the worker's table, and return it; None if it has left, or if it
@@ -375,9 +382,9 @@ class Export:
                 self._parts.events.gone(running, moved_to=self._target_instance_id)
             log.info("%s has moved", self._request_id)
             return
-        if self.lease.inbox.released and self.key is not None:
+        if self.lease.inbox.released:
             # The front end allowed the source to resume, and then accepted the target after all.
-            self._parts.engine.abort([self.key])
+            self._abort()
         self._parts.metrics.exports["aborted"] += 1
         self._fail(self._reason or "ended by the source", gone=outcome is Outcome.GONE)
         log.info("%s: export ended (%s): %s", self._request_id, outcome.value, self._reason)
