@@ -299,3 +299,27 @@ def test_a_request_released_before_its_pause_is_not_in_the_workers_table() -> No
         await fleet.close()
 
     run_virtually(moved())
+
+
+@pytest.mark.parametrize("engines", [ALIKE, {1: OTHER_BLOCKS}], ids=["live", "replay"])
+def test_an_abort_between_acceptance_and_start_is_not_lost(engines: Mapping[int, SimulatedSettings]) -> None:
+    async def moved() -> int:
+        fleet = Fleet(0, engines)
+        await fleet.start()
+        target = fleet.nodes[1]
+
+        async def abort(where: str) -> None:
+            if where == "import:adopted":
+                fleet.front_end.abort()
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target.faults, "hold", abort)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            await fleet.settle()
+        finished = target.metrics.finished["finished"]
+        await fleet.close()
+        return finished
+
+    assert run_virtually(moved()) == 0
