@@ -31,6 +31,12 @@ ACTION = st.one_of(
     st.tuples(st.just("damage"), NODE, st.integers(0, 10)),
     st.tuples(st.just("abort")),
 )
+POINTS = [
+    *("import:open", "import:pre_copy", "import:paused", "import:adopt", "import:adopted"),
+    *("export:open", "export:pre_copy", "export:paused", "export:adopt"),
+]
+# Something that happens between two steps of a migration.
+ACTION = st.one_of(ACTION, ACTION, st.tuples(st.just("at"), st.sampled_from(POINTS), ACTION))
 # Engines that are incompatible with the others, so that requests move between them by replay.
 ALIKE: Mapping[int, SimulatedSettings] = {}
 OTHER_BLOCKS = replace(ENGINE, block_tokens=8, kv_blocks=32)
@@ -63,6 +69,8 @@ async def act(fleet: Fleet, action: tuple[object, ...]) -> None:
             fleet.nodes[node].engine.faults.flip_bit_in_block = block
         case ("abort",):
             fleet.front_end.abort()
+        case ("at", str(point), tuple(later)):
+            fleet.arm(point, lambda: act(fleet, later))
 
 
 async def play(
@@ -107,7 +115,7 @@ def test_stream_is_complete_and_nothing_is_left_after_any_failure(
     engines: Mapping[int, SimulatedSettings],
 ) -> None:
     tokens, _ = run_virtually(play(seed, script, engines))
-    if any(action == ("abort",) for _, action in script):
+    if any(("abort",) in (action, action[-1]) for _, action in script):
         assert tokens == undisturbed()[: len(tokens)]
     else:
         assert tokens == undisturbed()
