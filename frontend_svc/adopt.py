@@ -104,6 +104,13 @@ class Adoptions:
                 self._pop_pending(handle)
                 self._decide(pending.target, pending.adopt)
 
+    def target_lost(self, target: str) -> None:
+        """Drop the adoptions that an instance waits for: its imports end with its stream, even if it is back
+        before the tokens arrive."""
+        for handle, pending in list(self._pending.items()):
+            if pending.target == target:
+                self._pop_pending(handle)
+
     def answer_ownership_query(self, source: str, query: worker_pb2.OwnershipQuery) -> None:
         """Answer a source whose export broke; if it may continue, refuse the pending adoption so that it
         cannot win later."""

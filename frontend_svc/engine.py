@@ -232,6 +232,7 @@ class FleetEngine:
         self._liveness.lost(instance_id)
         self._engines.pop(instance_id, None)
         self._observer.lost(self._recovery.instance_lost(instance_id, loss), instance_id, loss.reason)
+        self._adoptions.target_lost(instance_id)
         self._adoptions.check_pending()
 
     def on_process_gone(self, instance_id: str) -> None:

@@ -373,7 +373,10 @@ class Requests:
         self._order(stream, where)
 
     def place_elsewhere(self, stream: Stream, busy: str, where: Where) -> None:
-        """Place a stream that the instance `busy` rejected, within what is left of its wait limit."""
+        """Place a stream that the instance `busy` rejected, within what is left of its wait limit. One that
+        ran there was not being placed any more: its wait limit starts now."""
+        if stream.reached_engine:
+            stream.placing_since_s = time.monotonic()
         self._busy[busy] = time.monotonic() + BUSY_S
         self._unplaced.add(stream.handle)
         self._order(stream, where)

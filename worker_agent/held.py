@@ -63,13 +63,19 @@ class HeldQueries:
             RequestKey(front_end.client, handle): epoch
             for handle, epoch in zip(query.handles, query.epochs, strict=False)
         }
+        # One that arrives meanwhile may be neither where the engine looked nor on its way any more.
+        moving = {key for key in keys if self._importing(key) or self._exporting(key)}
         try:
             held = await self._engine.find_held(list(keys))
         except EngineRefusal as refusal:
             # The engine has failed or is in a long step; both are reported in other ways.
             log.debug("no answer to front end %s: %s", front_end.frontend_id, refusal)
             return
-        missing = {key: epoch for key, epoch in keys.items() if not self._has(key, epoch, held.get(key))}
+        missing = {
+            key: epoch
+            for key, epoch in keys.items()
+            if key not in moving and not self._has(key, epoch, held.get(key))
+        }
         reply = worker_pb2.HeldReply(
             missing_handles=[key.handle for key in missing], missing_epochs=list(missing.values())
         )

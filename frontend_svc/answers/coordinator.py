@@ -210,7 +210,10 @@ class AnswerCoordinator:
         """Drop a stream and remove its answer, which must not be run again."""
         entry = self._streams.pop(handle, None)
         if entry is not None:
-            self._remove(entry[1].answer, RemovalReason.FAILED)
+            answer = entry[1].answer
+            self._remove(answer, RemovalReason.FAILED)
+            # No second front end gets it any more, and the other streams of the answer go on.
+            self._on_released(answer, len(answer.entries))
 
     # ---- calls of the API server
 

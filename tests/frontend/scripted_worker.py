@@ -135,6 +135,11 @@ class ScriptedWorker:
         finally:
             reader.cancel()
 
+    @property
+    def connections(self) -> int:
+        """Return how many connections there have been."""
+        return len(self._streams)
+
     def hang_up(self) -> None:
         """Break the connections; the worker stays alive and accepts new ones."""
         for stream in self._streams:

@@ -7,7 +7,7 @@ import pytest
 from frontend_svc.adopt import Commit, Refuse, Wait, evaluate
 from frontend_svc.streams import StreamTable
 from tailrace.v1 import worker_pb2
-from tests.frontend.conftest import Rig
+from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs
 
 
@@ -71,6 +71,24 @@ async def test_adoption_is_refused_if_tokens_never_arrive(rig: Rig) -> None:
     source.send(outputs(submit, [1], 0, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == [1]
+
+
+async def test_target_whose_connection_broke_meanwhile_gets_nothing(rig: Rig) -> None:
+    """Its import has ended with the connection, even if it is connected again when the tokens arrive."""
+    source, target, submit = await two_workers(rig)
+    target.send(adopt(submit, 1))
+    query = worker_pb2.OwnershipQuery(handle=submit.handle, epoch=5)
+    target.send(worker_pb2.AttachDown(ownership_query=query))
+    await target.expect("ownership")
+    target.hang_up()
+    await eventually(lambda: target.connections == 2 and "b" in rig.engine.workers.attached())
+    source.send(outputs(submit, [1], 0))
+    await rig.front.tokens_of("r", 1)
+    stream = rig.engine.table.find("r")
+    assert stream is not None and stream.owner == "a"
+    source.send(outputs(submit, [2], 1, FINISHED))
+    await rig.front.end_of("r")
+    assert rig.front.tokens["r"] == [1, 2]
 
 
 async def test_adoption_refusals_state_the_reason(rig: Rig) -> None:

@@ -17,6 +17,7 @@ from frontend_svc.answers import store as store_module
 from frontend_svc.answers.calls import (
     CLOSE,
     CloseCall,
+    NoteCall,
     OpenCall,
     OpenReply,
     parse_event_id,
@@ -114,6 +115,26 @@ async def test_token_is_delivered_once_the_second_front_end_has_it() -> None:
     await world.open("f0", client)
     await world.tokens("f0", 2)
     assert client.events == []
+    await world.deliver_all()
+    assert client.events == [1, 2]
+
+
+async def test_nothing_of_an_answer_that_fails_is_held_back() -> None:
+    """With n > 1 only one of its streams has failed, and the others show what they make from now on."""
+    world, client = World(), Client(0, "")
+    await world.open("f0", client)
+    await world.tokens("f0", 2)
+    assert client.events == []
+    front = world["f0"]
+    (stream,) = front.table
+    connection = client.connection
+    assert connection is not None
+    call = NoteCall(answer_id=client.answer_id, run=connection.opened.run, note=b"1")
+    note = asyncio.create_task(front.coordinator.add_note(call))
+    await run_ready_tasks()
+    front.coordinator.stream_failed(stream.handle)
+    await run_ready_tasks()
+    assert client.events == [1, 2] and note.done()
     await world.deliver_all()
     assert client.events == [1, 2]
 

@@ -215,6 +215,23 @@ async def test_congested_request_is_placed_again_and_then_gets_503(rig: Rig) -> 
     assert rig.front.tokens["r"] == list(range(MAX_CONGESTED + 1))
 
 
+async def test_congested_request_that_ran_for_long_waits_for_its_only_instance(rig: Rig) -> None:
+    """Its wait limit starts when it loses the instance, not when it was placed there."""
+    worker = await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("r")
+    submit = await worker.submitted()
+    worker.send(outputs(submit, [1], 0))
+    await rig.front.tokens_of("r", 1)
+    stream = rig.engine.table.find("r")
+    assert stream is not None
+    stream.placing_since_s -= 3600.0
+    worker.send(rejected(submit, worker_pb2.REJECT_CODE_CONGESTED, "unread"))
+    again = await worker.submitted()
+    assert list(again.output_token_ids) == [1]
+    await finish(rig, worker, again)
+
+
 async def test_slow_api_server_sheds_requests_and_is_waited_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -56,6 +56,8 @@ ENGINE = SimulatedSettings(
 PROMPT = list(range(65, 90))
 SAMPLING = {"max_tokens": 60, "ignore_eos": True, "min_tokens": 60}
 FINISHED, FAILED = 1, 8
+# How late a worker leaves a fault point that is armed: later than most messages arrive.
+_HELD_S = 0.3
 # A client number that belongs to no attached front end.
 _OTHER_CLIENT = 1_000
 
@@ -211,6 +213,17 @@ def _refuse_loan(address: str, request: cache_pb2.LendRequest, seconds: float) -
     raise LoanLost("no loans in this fleet")
 
 
+class FleetFaults(Faults):
+    """Fault points at which the fleet may have something happen."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__()
+        self._fleet = fleet
+
+    async def hold(self, point: str) -> None:
+        await self._fleet.reached(point)
+
+
 class Node:
     """One worker."""
 
@@ -223,15 +236,15 @@ class Node:
         self.engine = SimulatedEngine(settings, clock=asyncio.get_running_loop())
         self.leases: list[MemorySourceLink] = []
         self.incoming = TransferRate()
-        self._events = PhaseEvents()
+        self.events = PhaseEvents()
         self._fleet = fleet
 
     async def start(self) -> None:
         sink = FrontEndSink(
-            self.front_ends, self.running, self._events, self.metrics, lambda reason: None, lambda key: None
+            self.front_ends, self.running, self.events, self.metrics, lambda reason: None, lambda key: None
         )
         info = await self.engine.start(sink)
-        faults = self.faults = Faults()
+        faults = self.faults = FleetFaults(self._fleet)
         spans = TransferSpans(Tracing(None), str(self.number))
         puller = MemoryPuller(self._fleet, self.number, self.engine)
         pulls = Pulls(
@@ -257,7 +270,7 @@ class Node:
                 self.blocks,
                 self.front_ends,
                 self.running,
-                self._events,
+                self.events,
                 self.metrics,
                 faults,
                 SETTINGS,
@@ -271,7 +284,7 @@ class Node:
                 puller,
                 self.front_ends,
                 self.running,
-                self._events,
+                self.events,
                 self.metrics,
                 faults,
                 spans,
@@ -288,7 +301,7 @@ class Node:
             self.imports,
             pulls,
             self.running,
-            self._events,
+            self.events,
             self.metrics,
         )
         self.front_ends.on_gone(dispatch.client_gone)
@@ -402,8 +415,15 @@ class FrontEnd:
         if self.owner is not None:
             self.send(self.owner, abort=worker_pb2.Abort(handles=[1]))
 
-    def _place(self) -> None:
-        self.owner = min(self.attached, default=None)
+    def hand_over(self, number: int) -> None:
+        """Accept a target of which no other part of the fleet knows: it runs the request from here on."""
+        assert self.owner is not None
+        self.send(self.owner, release=worker_pb2.Release(handle=1, epoch=self.epoch))
+        self.epoch += 1
+        self._place(number)
+
+    def _place(self, number: int | None = None) -> None:
+        self.owner = min(self.attached, default=None) if number is None else number
         if self.owner is not None:
             submit = worker_pb2.Submit(
                 handle=1,
@@ -483,6 +503,8 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._migrations = 0
         self._other_requests = 0
+        # What happens when any worker next reaches a fault point.
+        self._armed: dict[str, Callable[[], Coroutine[None, None, None]]] = {}
 
     async def start(self, count: int = 3) -> None:
         for number in range(count):
@@ -500,6 +522,17 @@ class Fleet:
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.create_task(work))
+
+    def arm(self, point: str, action: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Have the action happen when any worker next reaches this fault point, which it then leaves late."""
+        self._armed[point] = action
+
+    async def reached(self, point: str) -> None:
+        """Handle a worker that has reached a fault point."""
+        action = self._armed.pop(point, None)
+        if action is not None:
+            self.spawn(action())
+            await asyncio.sleep(_HELD_S)
 
     def migrate(self, target: int, mode: worker_pb2.CopyMode.ValueType, room_wait_s: float = 0.0) -> None:
         """Start a migration from the request's current owner, as the migration service does."""

@@ -87,6 +87,32 @@ async def test_request_paused_for_an_ended_export_is_missing(monkeypatch: pytest
     await front.served
 
 
+@pytest.mark.parametrize("held", [{}, {RequestKey(0, 1): Held(0, paused=True)}], ids=["in", "out"])
+async def test_request_whose_transfer_ends_while_the_engine_answers_is_not_missing(
+    monkeypatch: pytest.MonkeyPatch, held: dict[RequestKey, Held]
+) -> None:
+    """A pull or import has just submitted it, or an export has just resumed it: after the engine looked."""
+    worker, engine, key = Worker(), SimulatedEngine(SMALL), RequestKey(0, 1)
+    moving = {key}
+
+    async def find_held(keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
+        moving.clear()
+        return held
+
+    monkeypatch.setattr(engine, "find_held", find_held)
+    nothing: set[RequestKey] = set()
+    exporting, importing = (moving, nothing) if held else (nothing, moving)
+    queries = HeldQueries(
+        engine, worker.running, exporting.__contains__, importing.__contains__, worker.failed_because.append
+    )
+    front = await attached(worker, "a")
+    assert await ask(queries, front, 1) == []
+    # If it is still not there the next time, it is.
+    assert await ask(queries, front, 1) == [1]
+    front.peer.up.put_nowait(None)
+    await front.served
+
+
 async def test_unresponsive_engine_reports_no_request_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

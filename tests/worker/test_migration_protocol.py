@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tailrace.v1 import worker_pb2
 from tests.worker.memory_fleet import ENGINE, MODES, Fleet
 from tests.worker.virtual_loop import run_virtually
 from worker_agent.engine.simulated import SimulatedSettings
@@ -30,6 +31,12 @@ ACTION = st.one_of(
     st.tuples(st.just("damage"), NODE, st.integers(0, 10)),
     st.tuples(st.just("abort")),
 )
+POINTS = [
+    *("import:open", "import:pre_copy", "import:paused", "import:adopt", "import:adopted"),
+    *("export:open", "export:pre_copy", "export:paused", "export:adopt"),
+]
+# Something that happens between two steps of a migration.
+ACTION = st.one_of(ACTION, ACTION, st.tuples(st.just("at"), st.sampled_from(POINTS), ACTION))
 # Engines that are incompatible with the others, so that requests move between them by replay.
 ALIKE: Mapping[int, SimulatedSettings] = {}
 OTHER_BLOCKS = replace(ENGINE, block_tokens=8, kv_blocks=32)
@@ -62,6 +69,8 @@ async def act(fleet: Fleet, action: tuple[object, ...]) -> None:
             fleet.nodes[node].engine.faults.flip_bit_in_block = block
         case ("abort",):
             fleet.front_end.abort()
+        case ("at", str(point), tuple(later)):
+            fleet.arm(point, lambda: act(fleet, later))
 
 
 async def play(
@@ -106,7 +115,7 @@ def test_stream_is_complete_and_nothing_is_left_after_any_failure(
     engines: Mapping[int, SimulatedSettings],
 ) -> None:
     tokens, _ = run_virtually(play(seed, script, engines))
-    if any(action == ("abort",) for _, action in script):
+    if any(("abort",) in (action, action[-1]) for _, action in script):
         assert tokens == undisturbed()[: len(tokens)]
     else:
         assert tokens == undisturbed()
@@ -219,3 +228,106 @@ def test_a_front_end_that_leaves_after_its_acceptance_leaves_nothing_behind(
         return tokens
 
     assert run_virtually(moved()) == undisturbed()
+
+
+@pytest.mark.parametrize("action", ["reattach", "restart"])
+def test_a_request_that_comes_back_while_its_export_ends_is_in_the_workers_table(action: str) -> None:
+    """The target is lost just after its commit: the worker must know what it runs, or it stops as empty."""
+
+    async def moved() -> tuple[list[int], int, int]:
+        fleet = Fleet(0)
+        await fleet.start()
+        source = fleet.nodes[0]
+
+        async def lose_target(where: str) -> None:
+            if where == "export:adopt":
+                await act(fleet, (action, 1))
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source.faults, "hold", lose_target)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            await asyncio.sleep(1.5)
+        known = len(source.running)
+        await fleet.settle()
+        tokens, finished = fleet.front_end.tokens, source.metrics.finished["finished"]
+        await fleet.close()
+        return tokens, known, finished
+
+    assert run_virtually(moved()) == (undisturbed(), 1, 1)
+
+
+def test_a_release_during_the_end_of_an_export_is_no_abort() -> None:
+    """The target's report of the commit has come before it; the scheduler learns where the request is."""
+
+    async def moved() -> tuple[dict[str, int], list[str]]:
+        fleet = Fleet(0)
+        await fleet.start()
+        source, front_end = fleet.nodes[0], fleet.front_end
+
+        async def release(where: str) -> None:
+            if where == "export:adopt":
+                front_end.send(0, release=worker_pb2.Release(handle=1, epoch=0))
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source.faults, "hold", release)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            await fleet.settle()
+        moved_to = [event.moved_to_instance_id for event in source.events.take([], source.running)]
+        finished = dict(source.metrics.finished)
+        await fleet.close()
+        return finished, moved_to
+
+    finished, moved_to = run_virtually(moved())
+    assert (finished["moved"], finished["aborted"], moved_to) == (1, 0, ["1"])
+
+
+def test_a_request_released_before_its_pause_is_not_in_the_workers_table() -> None:
+    """An earlier migration of it was accepted after the source was told to go on."""
+
+    async def moved() -> None:
+        fleet = Fleet(0)
+        await fleet.start()
+        source, front_end = fleet.nodes[0], fleet.front_end
+
+        async def release(where: str) -> None:
+            if where == "export:pre_copy" and front_end.owner == 0:
+                front_end.hand_over(2)
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source.faults, "hold", release)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            # This checks that nothing is left anywhere.
+            await fleet.settle()
+        await fleet.close()
+
+    run_virtually(moved())
+
+
+@pytest.mark.parametrize("engines", [ALIKE, {1: OTHER_BLOCKS}], ids=["live", "replay"])
+def test_an_abort_between_acceptance_and_start_is_not_lost(engines: Mapping[int, SimulatedSettings]) -> None:
+    async def moved() -> int:
+        fleet = Fleet(0, engines)
+        await fleet.start()
+        target = fleet.nodes[1]
+
+        async def abort(where: str) -> None:
+            if where == "import:adopted":
+                fleet.front_end.abort()
+                await asyncio.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target.faults, "hold", abort)
+            await asyncio.sleep(0.6)
+            fleet.migrate(1, MODES[0])
+            await fleet.settle()
+        finished = target.metrics.finished["finished"]
+        await fleet.close()
+        return finished
+
+    assert run_virtually(moved()) == 0

@@ -174,8 +174,11 @@ class Exports:
     def handle_release(self, key: RequestKey, epoch: int) -> bool:
         """Release an exported request; return False if it is not being exported in that epoch."""
         export = self._find(key)
-        if export is None or export.epoch != epoch or export.decided:
+        if export is None or export.epoch != epoch:
             return False
+        if export.decided:
+            # Its target may have reported the commit before.
+            return export.releases
         export.lease.inbox.signal(Released())
         return True
 

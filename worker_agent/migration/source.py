@@ -51,7 +51,7 @@ from worker_agent.migration.export_call import (
 )
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.registration import Addressee
-from worker_agent.running_requests import RunningRequests
+from worker_agent.running_requests import RunningRequest, RunningRequests
 from worker_agent.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,11 @@ class Export:
     def paused(self) -> bool:
         """Return whether the request is paused."""
         return self._paused_s is not None
+
+    @property
+    def releases(self) -> bool:
+        """Return whether it is decided that the request has moved."""
+        return self.decided and self._outcome is Outcome.RELEASE
 
     async def run(self) -> None:
         """Open the export, send blocks in rounds, pause, and hand the request over, or go on with it.
@@ -289,10 +294,25 @@ class Export:
         """Handle a release; a request that is not paused here must stop at once."""
         if self.paused:
             return Outcome.RELEASE
-        if self.key is not None:
-            self._parts.engine.abort([self.key])
+        self._abort()
         self._reason = "released"
         return Outcome.GONE
+
+    def _abort(self) -> None:
+        """End the request here: another instance runs it."""
+        running = self._take_running()
+        if running is not None and self.key is not None:
+            self._parts.engine.abort([self.key])
+            self._parts.metrics.finished["aborted"] += 1
+            self._parts.events.gone(running)
+
+    def _take_running(self) -> RunningRequest | None:
+        """Remove the exported request from the worker's table, and return it; None if it has left, or if it
+        has left and come back in a later epoch."""
+        running = None if self.key is None else self._parts.running.get(self.key)
+        if self.key is None or running is None or running.epoch != self.epoch:
+            return None
+        return self._parts.running.remove(self.key)
 
     async def _on_target_lost(self, reason: str) -> Outcome:
         self._reason = reason
@@ -356,15 +376,15 @@ class Export:
             log.warning("%s after its export: %s", self._request_id, error)
         if outcome is Outcome.RELEASE:
             self._parts.metrics.exports["committed"] += 1
-            running = None if self.key is None else self._parts.running.remove(self.key)
+            running = self._take_running()
             if running is not None:
                 self._parts.metrics.finished["moved"] += 1
                 self._parts.events.gone(running, moved_to=self._target_instance_id)
             log.info("%s has moved", self._request_id)
             return
-        if self.lease.inbox.released and self.key is not None:
+        if self.lease.inbox.released:
             # The front end allowed the source to resume, and then accepted the target after all.
-            self._parts.engine.abort([self.key])
+            self._abort()
         self._parts.metrics.exports["aborted"] += 1
         self._fail(self._reason or "ended by the source", gone=outcome is Outcome.GONE)
         log.info("%s: export ended (%s): %s", self._request_id, outcome.value, self._reason)

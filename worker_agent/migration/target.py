@@ -128,6 +128,8 @@ class Import:
         self._adopt_reply: worker_pb2.AdoptReply | None = None
         # Set once there is a reply or there will be none.
         self._adopt_settled = asyncio.Event()
+        # Whether the front end has accepted and then aborted the request.
+        self._aborted = False
         # A submission of the same request that arrived meanwhile and replaces the import.
         self._successor: Submission | None = None
         self.key: RequestKey | None = None
@@ -191,8 +193,9 @@ class Import:
         """Handle an abort of a request, perhaps of this one."""
         if self._successor is not None and self._successor.key == key:
             self._successor = None
-        elif self.key == key:
-            self.cancel("the request was aborted", gone=True)
+        if self.key == key and not self.cancel("the request was aborted", gone=True):
+            # One sent before the reply concerns what was here earlier: else the reply is a refusal.
+            self._aborted = self._adopt_reply is not None
 
     def concerns(self, key: RequestKey) -> bool:
         """Return whether it moves this request, or keeps a submission of it."""
@@ -387,6 +390,8 @@ class Import:
             if self._parts.front_ends.by_client(key.client) is not front_end:
                 # It recovers the request with all others, and nobody would abort it here.
                 raise EngineRefusal("its front end is gone")
+            if self._aborted:
+                raise EngineRefusal("it was aborted")
             running = self._parts.running.add(
                 key, self.request_id, opened.frontend_id, epoch, opened.traceparent, paused.request_arrived_s
             )
