@@ -50,7 +50,7 @@ def fleet(wheel: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """Run `tailrace up` of an environment without vLLM; return the command and the address."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
     programs = tmp_path / "venv" / "bin"
-    pip(programs / "python", "install", f"{wheel}[simulated,etcd]")
+    pip(programs / "python", "install", f"{wheel}[simulated,etcd,console]")
     (port,) = free_ports(1)
     tailrace = programs / "tailrace"
     up = [str(tailrace), "up", "--engine", "simulated", "--port", str(port)]
