@@ -53,6 +53,11 @@ class NamedOutput:
         """Return how many bytes wait for the API server."""
         return self._unread_bytes()
 
+    @property
+    def names(self) -> set[str]:
+        """Return the fleet's ids of the requests that have a name."""
+        return set(self._names)
+
     def add(self, request_id: str, name: str) -> None:
         """Call a request by this name until its last output has been sent."""
         self._names[request_id] = name
@@ -209,7 +214,10 @@ class Outputs:
 
     def drop(self, name: str) -> None:
         """Discard what is held back of the request with this name."""
-        self._pacer.drop(name)
+        request_id = self._pacer.drop(name)
+        if request_id is not None:
+            # Its last output, with which the name goes, may have been among them.
+            self._output.drop(request_id)
 
     def forbid_resume(self, stream: Stream) -> None:
         """Make sure that no client can resume this stream's answer."""

@@ -34,8 +34,9 @@ class Clock(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Paced:
-    # The API server's name of the request.
+    # The API server's name of the request, and the fleet's id.
     name: str
+    request_id: str
     pace_s: float
     # When the next token may be shown, in seconds of the clock.
     due_s: float
@@ -72,7 +73,7 @@ class Pacer:
         if not stream.pace_s or stream.handle in self._by_handle:
             return
         due_s = self._now_s() + shown_tokens * stream.pace_s
-        self._by_handle[stream.handle] = _Paced(stream.name, stream.pace_s, due_s)
+        self._by_handle[stream.handle] = _Paced(stream.name, stream.request_id, stream.pace_s, due_s)
         self._by_name[stream.name] = stream.handle
 
     def is_paced(self, handle: int) -> bool:
@@ -94,11 +95,15 @@ class Pacer:
             self._buffered -= 1
         self._show_due(handle)
 
-    def drop(self, name: str) -> None:
-        """Discard an answer that no client reads any more."""
+    def drop(self, name: str) -> str | None:
+        """Discard an answer that no client reads any more; return the fleet's id of its request, None if
+        there was none."""
         handle = self._by_name.get(name)
-        if handle is not None:
-            self._forget(handle)
+        if handle is None:
+            return None
+        request_id = self._by_handle[handle].request_id
+        self._forget(handle)
+        return request_id
 
     def close(self) -> None:
         """Discard all answers."""

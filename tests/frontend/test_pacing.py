@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frontend_svc.outputs import NamedOutput, Outputs
 from frontend_svc.pacing import Pacer
-from frontend_svc.streams import Stream
+from frontend_svc.streams import StepVerdict, Stream
+from tailrace.cluster import Phase
 from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire import EngineCoreOutput, EngineCoreOutputs, encode_outputs, read_outputs, split_outputs
 from tests.frontend.conftest import Rig
@@ -185,3 +187,20 @@ async def test_paced_answer_survives_a_crash(rig: Rig) -> None:
     second.send(outputs(again, [10], 9, FINISHED))
     await rig.front.end_of("r")
     assert rig.front.tokens["r"] == list(range(1, 11))
+
+
+def test_name_of_an_answer_that_was_not_shown_to_its_end_is_forgotten() -> None:
+    """It has ended for the instances, and its user disconnects before the last token is due."""
+    sent: list[Sequence[bytes]] = []
+    output, clock = NamedOutput(sent.append, lambda: 0), LoopClock(VirtualClock())
+    out = Outputs(output, Pacer(output.send, clock), None)
+    stream = Stream(1, "own", name="chosen", pace_s=60.0, phase=Phase.ANSWERING)
+    out.begin(stream)
+    first, last = (outputs(worker_pb2.Submit(request_id="own"), [token], token) for token in (0, 1))
+    step = StepVerdict(flagged=[(stream, 0)])
+    out.forward("a", first.outputs, step)
+    for message, ended in ((first, False), (last, True)):
+        out.send_output(1, list(message.outputs.frames), 1, ended)
+    assert output.names == {"own"}
+    out.drop("chosen")
+    assert output.names == set()
