@@ -135,7 +135,9 @@ class Pacer:
 
     def _forget(self, handle: int) -> None:
         paced = self._by_handle.pop(handle)
-        del self._by_name[paced.name]
+        # An API server may name its next request like one of which not everything is shown yet.
+        if self._by_name.get(paced.name) == handle:
+            del self._by_name[paced.name]
         self._buffered -= len(paced.buffered)
         if paced.timer is not None:
             paced.timer.cancel()

@@ -120,6 +120,19 @@ def test_full_buffer_shows_its_oldest_output(monkeypatch: pytest.MonkeyPatch) ->
     assert [what for _, what in screen.shown] == [b"0", b"1", b"2", b"3", b"4"]
 
 
+def test_two_answers_of_one_name_are_forgotten_one_by_one() -> None:
+    screen = Screen()
+    for handle in (1, 2):
+        stream = Stream(handle, f"r{handle}", pace_s=PACE_S, name="r")
+        screen.pacer.begin(stream, 1)
+        screen.pacer.put(handle, [b"%d" % handle], 1, True)
+    assert screen.pacer.drop("r") == "r2"
+    assert screen.pacer.drop("r") is None
+    screen.clock.drain()
+    assert [what for _, what in screen.shown] == [b"1"]
+    assert not screen.pacer and screen.pacer.buffered == 0
+
+
 def test_split_outputs_preserves_every_output() -> None:
     rows = [EngineCoreOutput(f"r{n}", [n, n + 1], stop_reason=n) for n in range(3)]
     rest, separate = split_outputs([*encode_outputs(rows, ["r0", "r2"]), b"aux"], [2, 1])
