@@ -75,6 +75,8 @@ def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Callable
     wait_until(lambda: bool(progress) and len(progress[-1].reasoning) > 40, "some thought", 120)
     placed = fleet.wait_request(progress[-1].request_id)
     if placed.instance_id != worker:
+        # The control plane may hear of it later than the client.
+        wait_decoding(fleet, placed.request_id, placed.instance_id)
         record = fleet.migrate(placed.request_id, worker)
         assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
     return placed.request_id, lambda: stream.result(timeout=240)
