@@ -20,6 +20,7 @@ from simulator.cli.options import (
     moves_option,
     parameters_of,
     plain,
+    processes_option,
     report_option,
     set_option,
     simulation_errors,
@@ -68,9 +69,7 @@ from tailrace.numeric import RealRange, WholeRange
 @fleet_options
 @set_option
 @slo_options
-@click.option(
-    "--processes", type=WholeRange(1, 1024), help="Number of parallel processes. [default: one per core]"
-)
+@processes_option
 @report_option
 @output_option(Output.TABLE, Output.CSV)
 def compare_command(

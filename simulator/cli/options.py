@@ -270,6 +270,14 @@ moves_option = click.option(
 )
 
 
+rate_option = click.option("--rate", type=_POSITIVE, help="Mean requests per second.")
+
+
+processes_option = click.option(
+    "--processes", type=WholeRange(1, 1024), help="Number of parallel processes. [default: one per core]"
+)
+
+
 def crossed(policies: Sequence[str]) -> tuple[str, ...]:
     """Return each of these policies with each of the batch orders that they have. Raise UsageProblem."""
     try:

@@ -17,6 +17,7 @@ from simulator.cli.options import (
     moves_option,
     parameters_of,
     plain,
+    rate_option,
     report_option,
     set_option,
     share_bar,
@@ -33,7 +34,7 @@ from simulator.workloads.resolve import WorkloadOptions
 from tailrace.brief_help import BriefCommand
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
-from tailrace.numeric import RealRange, WholeRange
+from tailrace.numeric import WholeRange
 
 
 @click.command(
@@ -44,7 +45,7 @@ from tailrace.numeric import RealRange, WholeRange
 )
 @click.argument("policy")
 @click.argument("workload")
-@click.option("--rate", type=RealRange(min=0.0, min_open=True), help="Mean requests per second.")
+@rate_option
 @workload_options
 @click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="Random seed.")
 @moves_option

@@ -18,6 +18,8 @@ from simulator.cli.options import (
     moves_option,
     parameters_of,
     plain,
+    processes_option,
+    rate_option,
     report_option,
     set_option,
     simulation_errors,
@@ -79,7 +81,7 @@ FIGURES: Final = ("attainment", "ttft_p99_s", "tpot_p99_s")
     show_default=True,
     help="Largest number of instances to try.",
 )
-@click.option("--rate", type=RealRange(min=0.0, min_open=True), help="Mean requests per second.")
+@rate_option
 @workload_options
 @click.option("--seeds", type=WholeRange(1, 1000), default=5, show_default=True, help="Number of seeds.")
 @click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="First seed.")
@@ -87,9 +89,7 @@ FIGURES: Final = ("attainment", "ttft_p99_s", "tpot_p99_s")
 @engine_options
 @set_option
 @slo_options
-@click.option(
-    "--processes", type=WholeRange(1, 1024), help="Number of parallel processes. [default: one per core]"
-)
+@processes_option
 @report_option
 @output_option()
 def size_command(
