@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import shutil
@@ -16,7 +17,12 @@ import httpx
 import msgspec
 import openai
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client import CollectorRegistry
 
+from edge_svc.configuration import MODEL_CHOICE, Bounds
+from edge_svc.directory import Directory
+from edge_svc.web import Answers
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tiny import MODEL_PATH
 from tests.e2e.conftest import RUST_FRONT
@@ -131,6 +137,31 @@ def test_what_is_refused(fleet: Fleet, path: str, body: bytes, status: int, prob
     assert got == status
     assert problem in reply["error"]["message"]
     assert reply["error"]["code"] == status
+
+
+def test_a_long_name_is_not_sent_back(fleet: Fleet) -> None:
+    body = b'{"model": "' + b"a" * 60_000 + b'"}'
+    status, reply = call(edge_url(fleet), "/v1/completions", body)
+    assert status == 404
+    assert len(reply["error"]["message"]) < 300
+
+
+def test_bodies_that_are_read_together_have_a_bound() -> None:
+    directory = Directory({}, ())
+    bounds = Bounds(max_bodies_bytes=1 << 20)
+    answers = Answers(lambda: directory, None, bounds, CollectorRegistry())
+
+    async def run() -> list[int]:
+        server: TestServer = TestServer(answers.app())
+        async with server, TestClient(server) as api:
+            path = f"{MODEL_CHOICE}/v1/completions"
+            statuses = []
+            for size in (2 << 20, 1 << 10):
+                async with api.post(path, data=b"x" * size) as reply:
+                    statuses.append(reply.status)
+            return statuses
+
+    assert asyncio.run(run()) == [503, 400]
 
 
 def test_large_headers(fleet: Fleet) -> None:
