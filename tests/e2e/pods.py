@@ -2,17 +2,22 @@
 run as Kubernetes does.
 
 A pod is a network namespace with an address, and its volumes are folders; its containers' commands,
-environment and probes run as they are written.
+environment, probes and preStop run as they are written. The network policies are compared with the
+connections that there are.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
+import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -50,8 +55,11 @@ FLEET = {
     ],
     "policy": {"name": "least_loaded"},
     "tls": True,
-    "kubernetes": {"etcd": 1},
+    "schedulers": 2,
+    "kubernetes": {"etcd": 1, "drain": 60, "console": "viewer"},
 }
+Secrets = Mapping[str, Mapping[str, bytes]]
+ESTABLISHED, LISTENING = "01", "0A"
 
 
 class Pod:
@@ -72,17 +80,18 @@ class Pod:
             ip("-n", name, *arguments)
         ip("-n", name, "link", "set", "lo", "up")
 
-    def mount(self, secrets: Mapping[str, Mapping[str, bytes]]) -> None:
+    def mount(self, secrets: Secrets) -> None:
         """Make its volumes."""
         for volume in self.spec["volumes"]:
             path = self.folder / volume["name"]
             path.mkdir(parents=True, exist_ok=True)
-            secret = volume.get("secret", {})
-            for item in secret.get("items", []):
-                file = path / item["path"]
-                file.parent.mkdir(exist_ok=True)
-                file.write_bytes(secrets[secret["secretName"]][item["key"]])
-                file.chmod(secret["defaultMode"])
+            projected = volume.get("projected", {"sources": []})
+            for secret in [source["secret"] for source in projected["sources"]]:
+                for item in secret["items"]:
+                    file = path / item["path"]
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_bytes(secrets[secret["name"]][item["key"]])
+                    file.chmod(projected["defaultMode"])
         (self.folder / "etcd").mkdir(exist_ok=True)
 
     def _run(self, command: list[str]) -> list[str]:
@@ -103,6 +112,7 @@ class Pod:
         """Return the container's environment, and where this machine has programs."""
         programs = f"{Path(sys.executable).parent}:{find_etcd().parent}:{os.environ['PATH']}"
         given = {each["name"]: each.get("value", "") for each in self.container["env"]}
+        given |= {"POD_NAME": self.name, "POD_IP": self.address}
         own = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
         paths = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
         return {**own, **given, "PATH": programs, "PYTHONPATH": paths}
@@ -115,36 +125,108 @@ class Pod:
             )
 
     def ready(self) -> bool:
-        """Run the readiness probe."""
-        assert self.process is not None and self.process.poll() is None, (self.folder / "log").read_text()
-        probe = self.container["readinessProbe"]
-        port = probe.get("tcpSocket", {}).get("port")
-        connect = ["python", "-c", f"import socket; socket.create_connection(('{self.address}', {port}), 5)"]
-        command = self._run(connect if port else probe["exec"]["command"])
-        done = subprocess.run(command, env=self.environment(), capture_output=True, timeout=WAIT_S)
-        return done.returncode == 0
+        """Run the readiness probe; the pod must be alive."""
+        assert self.process is not None and self.process.poll() is None, self.log()
+        return self.probe("readinessProbe")
+
+    def log(self) -> str:
+        """Return what the container has printed."""
+        return (self.folder / "log").read_text()
+
+    def probe(self, name: str) -> bool:
+        """Run a probe; commands in the container, others from the machine as the kubelet does."""
+        match self.container[name]:
+            case {"exec": {"command": command}}:
+                done = self._do(command)
+                return done.returncode == 0
+            case {"tcpSocket": {"port": port}}:
+                return _connects(self.address, port)
+            case {"httpGet": {"path": path, "port": port}}:
+                return _answers(f"http://{self.address}:{port}{path}")
+            case other:
+                raise AssertionError(other)
+
+    def _do(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self._run(command), env=self.environment(), capture_output=True, text=True, timeout=WAIT_S
+        )
+
+    def pre_stop(self) -> str:
+        """Run the preStop, if there is one, and return what it has said."""
+        if "lifecycle" not in self.container:
+            return ""
+        done = self._do(self.container["lifecycle"]["preStop"]["exec"]["command"])
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def stop(self) -> int:
-        """Stop the container as Kubernetes does; return its exit code. Raise TimeoutExpired."""
+        """Stop the container as Kubernetes does after a preStop; return its exit code. Raise
+        TimeoutExpired."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(self.spec["terminationGracePeriodSeconds"])
 
+    def connections(self) -> Iterator[tuple[str, int]]:
+        """Yield from which addresses others are connected to which of its ports."""
+        table = subprocess.run(
+            ["ip", "netns", "exec", self.name, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WAIT_S,
+        )
+        rows = [line.split()[1:4] for line in table.stdout.splitlines()]
+        listening = {own.partition(":")[2] for own, _, state in rows if state == LISTENING}
+        for own, peer, state in rows:
+            port = own.partition(":")[2]
+            if state == ESTABLISHED and port in listening:
+                # The last four bytes are the address of IPv4, in IPv6 as well.
+                last = bytes.fromhex(peer.partition(":")[0][-8:])
+                yield ".".join(map(str, reversed(last))), int(port, 16)
+
+
+def _connects(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), WAIT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
 
 @pytest.fixture(scope="module")
-def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Render the fleet's objects into kubernetes/ and its certificates into certs/."""
+    folder = tmp_path_factory.mktemp("pods")
+    (folder / "fleet.yaml").write_text(yaml.safe_dump(FLEET))
+    _tailrace(folder, "render", "kubernetes", "-f", "fleet.yaml")
+    return folder
+
+
+def _tailrace(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "tailrace", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _objects(folder: Path, *names: str) -> list[dict[str, Any]]:
+    return [each for name in names for each in yaml.safe_load_all((folder / "kubernetes" / name).read_text())]
+
+
+@pytest.fixture(scope="module")
+def pods(folder: Path) -> Iterator[dict[str, Pod]]:
     prepare()
     # UCX looks for its network devices there, and `ip netns exec` does the same.
     run("mount", "-t", "sysfs", "sysfs", "/sys")
-    folder = tmp_path_factory.mktemp("pods")
-    (folder / "fleet.yaml").write_text(yaml.safe_dump(FLEET))
-    render = [sys.executable, "-m", "tailrace", "render", "kubernetes", "-f", "fleet.yaml"]
-    subprocess.run(render, cwd=folder, check=True, timeout=WAIT_S)
-    objects = [
-        each
-        for name in ("fleet.yaml", "secrets.yaml")
-        for each in yaml.safe_load_all((folder / "kubernetes" / name).read_text())
-    ]
+    objects = _objects(folder, "fleet.yaml", "secrets.yaml")
     secrets = {
         each["metadata"]["name"]: {key: base64.b64decode(text) for key, text in each["data"].items()}
         for each in objects
@@ -178,12 +260,12 @@ def _mount_names(folder: Path, pods: Mapping[str, Pod]) -> None:
     """Give the pods their names, and the folders into which volumes are mounted, in this mount namespace."""
     etc = folder / "etc"
     run("cp", "-a", "/etc", str(etc))
-    for path in ("tailrace/tls", "tailrace/keys"):
+    for path in ("tailrace/tls", "tailrace/operator"):
         (etc / path).mkdir(parents=True, exist_ok=True)
     lines = ["127.0.0.1 localhost"]
     for name, pod in pods.items():
         service = name.rpartition("-")[0]
-        lines.append(f"{pod.address} {name}.{service}.tailrace.svc {service}")
+        lines.append(f"{pod.address} {name}.{service} {service}")
     (etc / "hosts").unlink()
     (etc / "hosts").write_text("\n".join([*lines, ""]))
     run("mount", "--bind", str(etc), "/etc")
@@ -192,7 +274,13 @@ def _mount_names(folder: Path, pods: Mapping[str, Pod]) -> None:
         Path("/var/lib", path).mkdir()
 
 
-def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod]) -> None:
+def test_a_started_pod_passes_its_probes(pods: dict[str, Pod]) -> None:
+    for pod in pods.values():
+        for name in {"startupProbe", "readinessProbe", "livenessProbe"} & set(pod.container):
+            wait_until(lambda pod=pod, name=name: pod.probe(name), f"{name} of {pod.name}")  # type: ignore[misc]
+
+
+def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod], folder: Path) -> None:
     chats = Chats(f"http://{pods['frontend-0'].address}:{PORT}")
     worker = pods["worker-0"]
     try:
@@ -205,15 +293,91 @@ def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod]) -> 
         # One on each worker.
         running = [start(number) for number in range(2)]
         wait_until(lambda: len(begun) == 2, "both answers to begin")
+        said = worker.pre_stop()
+        assert "worker-0 is empty and gets nothing new" in said
+        assert _committed(folder, pods) == [("worker-0", "worker-1")]
         assert worker.stop() == 0
         for each in running:
-            chat = each.result(WAIT_S)
-            assert (chat.reasoning, chat.answer) == (expected.reasoning, expected.answer)
-            assert chat.completion_tokens == expected.completion_tokens
+            _assert_same(each.result(WAIT_S), expected)
         # The set starts it again, under the same name.
         worker.start()
         wait_until(worker.ready, "worker-0 to be ready again")
-        pods["worker-1"].stop()
+        # Without the drain of its predecessor: now it is SIGTERM alone that moves requests.
+        running = [start(number) for number in range(2, 4)]
+        wait_until(lambda: {2, 3} <= begun, "both answers to begin")
+        assert pods["worker-1"].stop() == 0
+        for each in running:
+            _assert_same(each.result(WAIT_S), expected)
         assert chats.run(PROMPT).answer == expected.answer
+    finally:
+        chats.close()
+
+
+def _assert_same(chat: Chat, expected: Chat) -> None:
+    assert (chat.reasoning, chat.answer) == (expected.reasoning, expected.answer)
+    assert chat.completion_tokens == expected.completion_tokens
+
+
+def _committed(folder: Path, pods: Mapping[str, Pod]) -> list[tuple[str, str]]:
+    """Return from where to where requests have moved with their KV."""
+    admin = ["--admin", f"{pods['scheduler-0'].address}:7101", "--tls", "certs/issued/admin/local"]
+    moves = json.loads(_tailrace(folder, "get", "migrations", "-o", "json", *admin))["migrations"]
+    committed = [each for each in moves if each["state"] == "committed"]
+    return [(each["source_instance_id"], each["target_instance_id"]) for each in committed]
+
+
+def test_policies_allow_the_connections_that_there_are(pods: dict[str, Pod], folder: Path) -> None:
+    kinds = {pod.address: name.rpartition("-")[0] for name, pod in pods.items()}
+    policies = {
+        each["metadata"]["name"]: each["spec"]["ingress"] for each in _objects(folder, "network.yaml")
+    }
+    _read_console(pods["console-0"])
+    seen = set()
+    for pod in pods.values():
+        for peer, port in pod.connections():
+            if peer in kinds and peer != pod.address:
+                seen.add((kinds[peer], kinds[pod.address], port))
+    refused = {
+        each
+        for each in seen
+        if not any(_allows(rule, kind=each[0], port=each[2]) for rule in policies[each[1]])
+    }
+    assert not refused
+    assert {("frontend", "worker", 7205), ("worker", "monitor", 7102), ("console", "scheduler", 7101)} <= seen
+
+
+def _read_console(pod: Pod) -> None:
+    """Open a page that asks the scheduler; the pod has made the token."""
+    token = (pod.folder / "data" / "console.token").read_text().strip()
+    url = f"http://{pod.address}:8081/api/policies"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+        assert "least_loaded" in reply.read().decode()
+
+
+def _allows(rule: Mapping[str, Any], kind: str, port: int) -> bool:
+    selectors = [each["podSelector"]["matchExpressions"][0]["values"] for each in rule.get("from", [])]
+    ports = rule.get("ports", [])
+    from_it = not selectors or kind in itertools.chain.from_iterable(selectors)
+    return from_it and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports)
+
+
+def test_a_front_end_that_is_deleted_finishes_its_streams(pods: dict[str, Pod]) -> None:
+    front_end = pods["frontend-0"]
+    chats = Chats(f"http://{front_end.address}:{PORT}")
+    try:
+        expected = chats.run(PROMPT)
+        begun: list[Chat] = []
+        running = chats.start(PROMPT, begun.append)
+        wait_until(lambda: bool(begun), "the answer to begin")
+        # Until the endpoints are gone everywhere, connections still come, and are served.
+        front_end.pre_stop()
+        assert front_end.ready()
+        late = chats.start(PROMPT, begun.append)
+        count = len(begun)
+        wait_until(lambda: len(begun) > count and not late.done(), "the late answer to begin")
+        assert front_end.stop() == 0
+        _assert_same(running.result(WAIT_S), expected)
+        _assert_same(late.result(WAIT_S), expected)
     finally:
         chats.close()
