@@ -12,7 +12,7 @@ from tailrace import __version__
 from tailrace.fleet.kubernetes import SECRETS, Manifest, to_yaml
 
 # Fields of a pod, and of its container, that are values of its kind; those that the object has not are empty.
-_OF_POD: Final[Mapping[str, Any]] = {"nodeSelector": {}, "tolerations": [], "imagePullSecrets": []}
+_OF_POD: Final[Mapping[str, Any]] = {"nodeSelector": {}, "tolerations": []}
 _OF_CONTAINER: Final[Mapping[str, Any]] = {"image": "", "args": [], "resources": {}}
 # What a file's objects need, by the value that switches them; true: the fleet file asks for them.
 _SWITCHES: Final = {"network.yaml": True, "monitoring.yaml": False, "scaling.yaml": True, "route.yaml": True}
@@ -73,6 +73,7 @@ def _with_values(given: Manifest, values: dict[str, Any]) -> Manifest:
             for template in _templates(spec):
                 kind = template["spec"]["containers"][0]["name"]
                 take(template["metadata"], "annotations", f"{kind}.annotations", {})
+                take(template["spec"], "imagePullSecrets", "imagePullSecrets", [])
                 for field, otherwise in _OF_POD.items():
                     take(template["spec"], field, f"{kind}.{field}", otherwise)
                 for field, otherwise in _OF_CONTAINER.items():

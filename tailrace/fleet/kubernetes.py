@@ -593,7 +593,12 @@ def _certificates(fleet: Fleet) -> Iterator[Manifest]:
     def certificate(name: str, issuer: str, given: Manifest, rotation: str = "Always") -> Manifest:
         spec = {
             "secretName": name,
-            "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": rotation},
+            "privateKey": {
+                "algorithm": "ECDSA",
+                "encoding": "PKCS8",
+                "size": 256,
+                "rotationPolicy": rotation,
+            },
             "issuerRef": {"group": "cert-manager.io", "kind": "Issuer", "name": issuer},
             **given,
         }

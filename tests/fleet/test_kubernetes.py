@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import base64
 import itertools
+import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tailrace.cli.fleet_file import read_fleet_file
+from tailrace.cli.render import render as cli_render
 from tailrace.fleet.file import FleetError
 from tailrace.fleet.kubernetes import OPTIONAL, identities
 from tailrace.security.access import METHODS
@@ -22,6 +26,7 @@ from tailrace.security.roles import MEMBERS, Identity, Role
 from tests.deploy.services import longest_s, parse_serve
 from tests.fleet.files import PODS, changed, write
 from tests.fleet.kubernetes_objects import ALERTS, FLEETS, SMALL, check, find, fleet, pods, render
+from tests.waiting import WAIT_S
 
 every_fleet = pytest.mark.parametrize("name", FLEETS)
 
@@ -313,6 +318,41 @@ def test_what_kubernetes_cannot_run(place: str, value: Any, problem: str) -> Non
 def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(Exception, match=f"kubernetes.*{field}"):
         read_fleet_file(write(tmp_path, changed(PODS, f"kubernetes.{field}", value)))
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "helm"])
+def test_the_command_writes_a_folder_and_says_what_to_do(tmp_path: Path, kind: str) -> None:
+    file, out = write(tmp_path, FLEETS["gpu"]), tmp_path / "out"
+    (tmp_path / "keys.json").write_text('{"keys": []}')
+
+    def run() -> list[str]:
+        arguments = [kind, "-f", str(file), "--out", str(out), "--dir", str(tmp_path / "certs")]
+        done = CliRunner().invoke(cli_render, arguments)
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()
+
+    steps = run()
+    assert out.stat().st_mode & 0o077 == 0
+    # cert-manager makes the certificates: here is no authority, and operators fetch theirs.
+    assert not (tmp_path / "certs").exists()
+    first = f"kubectl apply --kustomize {out}" if kind == "kubernetes" else "kubectl create namespace llm"
+    assert steps[0] == first
+    assert f"tailrace apply -f {file} --admin 127.0.0.1:7101 --tls operator" in steps
+    (fetch,) = [step for step in steps if step.startswith("mkdir") and "tls-operator" in step]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "kubectl").write_text('#!/bin/sh\nprintf %s "$*"\n')
+    (programs / "kubectl").chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    subprocess.run(["sh", "-ec", fetch], cwd=tmp_path, check=True, env={"PATH": path}, timeout=WAIT_S)
+    asked = '--output go-template={{index .data "tls.key" | base64decode}}'
+    expected = f"--namespace llm get secret tls-operator {asked}"
+    assert (tmp_path / "operator" / "tls.key").read_text() == expected
+    # What the file does not ask for any more is gone.
+    write(tmp_path, {**FLEETS["gpu"], "kubernetes": {"namespace": "llm"}})
+    run()
+    left = {path.name for path in out.rglob("*.yaml")}
+    assert not left & {"route.yaml", "scaling.yaml", "certificates.yaml"} and "secrets.yaml" in left
 
 
 def test_hosts_are_chosen_by_kubernetes() -> None:
