@@ -90,7 +90,7 @@ def _with_values(given: Manifest, values: dict[str, Any]) -> Manifest:
             take(spec, "maxReplicaCount", "scaling.maxReplicas")
         case "HTTPRoute":
             take(spec, "hostnames", "route.hostnames", [])
-            take(spec["parentRefs"][0], "name", "route.gateway")
+            take(spec, "parentRefs", "route.parentRefs")
     text: Manifest = _literal(made)
     return text
 

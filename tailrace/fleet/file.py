@@ -179,7 +179,13 @@ class Kubernetes(_Section, frozen=True):
     service: Annotated[
         Literal["ClusterIP", "NodePort", "LoadBalancer"], Meta(description="How users reach the front ends.")
     ] = "ClusterIP"
-    gateway: Annotated[Name | Literal[""], Meta(description="A Gateway, for an HTTPRoute.")] = ""
+    gateway: Annotated[
+        str,
+        Meta(
+            pattern=r"^(([a-z0-9][a-z0-9-]*/)?[a-z0-9][a-z0-9.-]*)?$",
+            description="A Gateway, for an HTTPRoute: NAME, or NAMESPACE/NAME.",
+        ),
+    ] = ""
     scale_to: Annotated[
         int, Meta(ge=0, le=1000, description="Most instances, for a KEDA ScaledObject; 0: none.")
     ] = 0

@@ -772,5 +772,7 @@ def _route(fleet: Fleet) -> Manifest:
     backend = {"name": "frontend", "port": parse_address(fleet.model.http)[1]}
     # A stream may last as long as it likes.
     rule = {"backendRefs": [backend], "timeouts": {"request": "0s"}}
-    spec = {"parentRefs": [{"name": fleet.kubernetes.gateway}], "rules": [rule]}
+    namespace, _, name = fleet.kubernetes.gateway.rpartition("/")
+    gateway = {"name": name, **({"namespace": namespace} if namespace else {})}
+    spec = {"parentRefs": [gateway], "rules": [rule]}
     return _object("gateway.networking.k8s.io/v1", "HTTPRoute", "frontend", fleet, spec=spec)

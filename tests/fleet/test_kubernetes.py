@@ -173,6 +173,8 @@ def test_what_others_read() -> None:
     assert "replicas" not in find(made, "StatefulSet", "worker")["spec"]
     assert 'model="org/model"' in scaled["triggers"][0]["metadata"]["query"]
     assert find(made, "HTTPRoute", "frontend")["spec"]["parentRefs"] == [{"name": "web"}]
+    elsewhere = find(fleet("gpu"), "HTTPRoute", "frontend")["spec"]["parentRefs"]
+    assert elsewhere == [{"name": "web", "namespace": "gateways"}]
     assert find(made, "PrometheusRule", "alerts")["spec"] == yaml.safe_load(ALERTS)
     endpoint = find(made, "PodMonitor", "worker")["spec"]["podMetricsEndpoints"][0]
     assert endpoint["tlsConfig"]["serverName"] == "worker.tailrace.internal"
