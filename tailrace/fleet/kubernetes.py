@@ -48,8 +48,8 @@ _RANKS_PORT: Final = 29_600
 # One for each rank and network device.
 _KV_PORTS: Final = range(KV_PORT, KV_PORT + 64)
 _CONSOLE_PORT: Final = 8081
-# An engine loads its model.
-_START_TRIES: Final = 180
+# An hour: an engine loads its model, and a front end waits for the first one.
+_START_TRIES: Final = 360
 _PROBE: Final = {"periodSeconds": 10, "timeoutSeconds": 8}
 # As long as a process that makes no progress lives (TAILRACE_WATCHDOG_S).
 _ALIVE: Final = {**_PROBE, "failureThreshold": 30}
