@@ -155,7 +155,8 @@ def _kubernetes_steps(
     else:
         yield f"kubectl apply --kustomize {quote(str(out))}"
     operator, root = (_tls(authority, fleet, identity) for identity in (OPERATOR, ETCD_ROOT))
-    if fleet.tls and own.certificates == "cert-manager":
+    if own.certificates == "cert-manager":
+        yield f"kubectl {in_namespace} wait certificate --all --for condition=Ready --timeout 120s"
         for each in kubernetes.OPERATORS:
             yield _fetched(each.name, in_namespace)
         operator, root = (f" --tls {each.name}" for each in kubernetes.OPERATORS)
