@@ -160,6 +160,8 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             model_name=served.public_name,
             model=served.name,
             model_key=served.key,
+            names=[*settings.names],
+            api_server=settings.front.value,
             answers=setting,
         )
         # Before the HTTP port is bound: a second front end on it must recognise this one as a member.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import click
+import msgspec
 
 from frontend_svc.api_server.spec import (
     DEFAULT_BODY_LIMITS,
@@ -33,6 +34,10 @@ class Front(enum.Enum):
     RUST = "rust"
     # None is started: another process runs one over the sockets in `ipc_folder`.
     NONE = "none"
+
+
+class _Adapter(msgspec.Struct):
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,23 @@ class Settings:
     def public_name(self) -> str:
         """The model name that users send."""
         return (self.line.flags.get("served_model_name") or (self.model,))[0]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The other names that users may send: of the model, and of adapters in the line."""
+        flags = self.line.flags
+        named = (_adapter_name(text) for text in flags.get("lora_modules", ()))
+        return frozenset({*flags.get("served_model_name", ()), *named} - {self.public_name, ""})
+
+
+def _adapter_name(text: str) -> str:
+    """Return the name in one value of --lora-modules, NAME=PATH or JSON; empty if vLLM will refuse it."""
+    if not text.startswith("{"):
+        return text.partition("=")[0]
+    try:
+        return msgspec.json.decode(text, type=_Adapter).name
+    except msgspec.MsgspecError:
+        return ""
 
 
 def place_wait_s(front: Front) -> float:

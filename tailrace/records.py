@@ -83,7 +83,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`services/<kind>/<id>`, leased: a scheduler, monitor, migration service or front end.
+    """`services/<kind>/<id>`, leased: a scheduler, monitor, migration service, front end or edge.
 
     `leader/<kind>` holds the ServiceRecord of the elected one.
     """
@@ -94,13 +94,17 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     # gRPC address, host:port.
     address: str
     metrics_address: str = ""
-    # Front ends only: HTTP address, public model name, --model and its key, and the keys of the models to
-    # whose instances it is connected.
+    # Front ends and edges only: HTTP address. Front ends only: public model name, --model and its key, and
+    # the keys of the models to whose instances it is connected.
     http_address: str = ""
     model_name: str = ""
     model: str = ""
     model_key: str = ""
     connected_models: list[str] = []
+    # Front ends only: the other names that users may send, of the model and of adapters in its command line,
+    # and vLLM's API server (python, rust); empty: an earlier version.
+    names: list[_Name] = []
+    api_server: str = ""
     # Front ends only: digest of everything besides the log that a kept answer depends on. Front ends with
     # equal digests can continue each other's answers. Empty: answers are not kept.
     answers: str = ""

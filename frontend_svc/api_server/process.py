@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from frontend_svc.api_server import die_with_parent
+from tailrace.service import die_with_parent
 
 # Seconds for the API server to close its connections after SIGTERM.
 _GRACE_S: Final = 8.0

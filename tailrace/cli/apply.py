@@ -30,7 +30,7 @@ from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import certify
 from tailrace.local.change import Changes, compare, differing
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions
-from tailrace.local.plan import Plan, Tier, environment_of
+from tailrace.local.plan import PartSpec, Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import Restarter
@@ -256,8 +256,27 @@ def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
                 f"{spec.name}: a stream does not go on with another model: add workers with the new one and "
                 "tailrace rollout start"
             )
-    if workers and workers == touched & workers and len(workers) == 1 and not changes.added:
-        yield f"{min(workers)}: it is the only worker, and nobody takes over its requests: add one first"
+    gone = set(changes.removed)
+    for model, members in _by_model(workers, specs).items():
+        alone = len(members) == 1 and members <= touched
+        replaced = any(spec.tier is Tier.WORKER and spec.option("--model") == model for spec in changes.added)
+        # Its front ends, if they go too, first finish what it has.
+        finished = members <= gone and _front_ends(specs, model) <= gone
+        if alone and not replaced and not finished:
+            yield f"{min(members)}: it is the only worker, and nobody takes over its requests: add one first"
+
+
+def _by_model(workers: set[str], specs: Mapping[str, PartSpec]) -> dict[str, set[str]]:
+    by_model: dict[str, set[str]] = {}
+    for name in workers & specs.keys():
+        by_model.setdefault(specs[name].option("--model"), set()).add(name)
+    return by_model
+
+
+def _front_ends(specs: Mapping[str, PartSpec], model: str) -> set[str]:
+    return {
+        name for name, spec in specs.items() if spec.tier is Tier.FRONTEND and spec.option("--model") == model
+    }
 
 
 def _missing(source: FleetFile, admin: Admin) -> Iterator[tuple[str, str]]:
@@ -294,6 +313,12 @@ def _agreed(lines: Sequence[tuple[str, str]], problems: Sequence[str], dry_run: 
     return yes or click.confirm("Change this?")
 
 
+def _outermost_first(names: Sequence[str], state: RunState) -> list[str]:
+    """Return the parts in the order in which they stop: a front end finishes its streams on its workers."""
+    tiers = {part.name: [*Tier].index(Tier(part.tier)) for part in state.parts}
+    return sorted(names, key=lambda name: -tiers[name])
+
+
 async def _carry_out(
     changes: Changes, folder: RunFolder, state: RunState, environment: Mapping[str, str]
 ) -> None:
@@ -310,5 +335,5 @@ async def _carry_out(
         if not state.host:
             # Those that are stopped now may be the ones that answered until now.
             state.admin = _schedulers(state)
-        for name in changes.removed:
+        for name in _outermost_first(changes.removed, state):
             await restarter.remove(name)

@@ -11,6 +11,7 @@ from typing import Final
 
 import click
 
+from tailrace.address import parse_address
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect, given_tls
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem
 from tailrace.cli.fleet_file import file_option, host_of, options_of, read_fleet_file, require_alone
@@ -69,7 +70,8 @@ def doctor(
         require_alone("on", "output", "admin", "tls")
         source = read_fleet_file(file)
         fleet, options, name = source.fleet, options_of(source), host_of(source, on)
-        model, ranks, http = options.model, options.ranks, (options.host, options.port)
+        model, ranks = options.model, options.ranks
+        http = parse_address(options.edge or source.fleet.model.http)
         etcd = ",".join(endpoints(fleet)) if name else ""
         api_keys = source.beside(fleet.keys) if fleet.keys else None
         admin = admin or (admin_address(fleet) if name else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,29 +65,33 @@ def read_fleet_file(path: Path) -> FleetFile:
 
 def options_of(file: FleetFile) -> ClusterOptions:
     """Return the options that follow from the file for all hosts, or for this machine. Raise UsageProblem."""
-    fleet, model = file.fleet, file.fleet.model
+    fleet = file.fleet
     options = common_options(file)
     if fleet.hosts:
         return options
     keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys else ()
     insecure = ("--insecure",) if fleet.insecure else ()
-    number = model.frontends if isinstance(model.frontends, int) else 1
-    return replace(
-        options, frontends=number, frontend_arguments=(*options.frontend_arguments, *keys, *insecure)
-    )
+    words = _part_names(fleet)
+    models = []
+    for number, model in enumerate(fleet.models):
+        own = options if number == 0 else _with_model(file, options, number)
+        models.append(
+            replace(
+                own,
+                workers=model.number or 0,
+                frontends=model.frontends if isinstance(model.frontends, int) else 1,
+                frontend_arguments=(*own.frontend_arguments, *keys, *insecure),
+                prefix=f"{words[number]}-" if len(words) > 1 else "",
+            )
+        )
+    return replace(models[0], others=tuple(models[1:]), edge=fleet.http, edge_arguments=(*keys, *insecure))
 
 
 def common_options(file: FleetFile) -> ClusterOptions:
-    """Return the options that follow from the file wherever its processes run. Raise UsageProblem."""
+    """Return the options that follow from the file wherever its processes run, with its first model. Raise
+    UsageProblem."""
     fleet = file.fleet
-    model = fleet.model
-    host, port = parse_address(model.http)
     options = ClusterOptions(
-        engine=model.engine,
-        front=model.front,
-        model=model.model,
-        host=host,
-        port=port,
         policy=fleet.policy.name,
         policy_parameters=fleet.policy.texts,
         schedulers=fleet.schedulers,
@@ -95,10 +100,37 @@ def common_options(file: FleetFile) -> ClusterOptions:
         cluster=fleet.cluster,
         environment=fleet.environment,
     )
+    return _with_model(file, options, 0)
+
+
+def _with_model(file: FleetFile, options: ClusterOptions, number: int) -> ClusterOptions:
+    """Return the options with one of the file's models. Raise UsageProblem."""
+    model = file.fleet.models[number]
+    host, port = parse_address(model.http)
+    options = replace(
+        options,
+        engine=model.engine,
+        front=model.front,
+        model=model.model,
+        host=host,
+        port=port,
+        worker_arguments=(),
+        frontend_arguments=(),
+    )
     try:
         return with_line(options, arguments_of(model.flags))
     except (click.UsageError, UsageProblem) as error:
-        raise UsageProblem(f"{file.path}: models[0].flags: {error.format_message()}") from error
+        raise UsageProblem(f"{file.path}: models[{number}].flags: {error.format_message()}") from error
+
+
+def _part_names(fleet: Fleet) -> list[str]:
+    """Return a word for each model that the names of its processes begin with."""
+    words: list[str] = []
+    for number, model in enumerate(fleet.models):
+        name = model.served_name.rstrip("/").rpartition("/")[2].lower()
+        word = re.sub(r"[^a-z0-9]+", "-", name).strip("-")[:30]
+        words.append(word if word and word not in words else f"{word or 'model'}-{number}")
+    return words
 
 
 def require_alone(*names: str) -> None:
@@ -136,10 +168,10 @@ def plan_here(options: ClusterOptions, folder: RunFolder, file: FleetFile | None
     """
     tailrace = [sys.executable, "-m", "tailrace"]
     if file is None or not host:
-        if options.workers > LOCAL_WORKERS_MAX:
+        workers = sum(model.workers for model in options.models)
+        if workers > LOCAL_WORKERS_MAX:
             raise UsageProblem(
-                f"models[0].replicas: {options.workers} are too many for one machine; "
-                f"it can have {LOCAL_WORKERS_MAX}"
+                f"models[0].replicas: {workers} are too many for one machine; it can have {LOCAL_WORKERS_MAX}"
             )
         command = partial(_etcd_command, folder, options.tls)
         return make_plan(options, free_ports, command, tailrace, str(folder.data))

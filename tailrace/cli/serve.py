@@ -20,6 +20,7 @@ fixed command line; this is where an operator adds a policy, a tool parser or a 
 # the two.
 _SUMMARIES: Final = {
     "console": "Serve a page that shows the fleet and acts on it through the admin API.",
+    "edge": "Serve all models of the fleet at one HTTP address.",
     "frontend": "Serve the fleet to users through vLLM's own API server.",
     "migration": "Execute migrations; run a second service as a standby.",
     "monitor": "Collect worker reports and publish the cluster's state; run a second monitor as a standby.",

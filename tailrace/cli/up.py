@@ -18,6 +18,7 @@ from typing import Final
 import click
 from click.core import ParameterSource
 
+from tailrace.address import parse_address
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.fleet_file import (
     FleetFile,
@@ -163,10 +164,22 @@ def _with_front(options: ClusterOptions) -> ClusterOptions:
 
 
 def on_this_machine(options: ClusterOptions, workers: int | None) -> ClusterOptions:
-    """Return the options with this machine's cores and GPUs, and a number of workers that suits them."""
-    gpus = visible_gpus() if options.engine is Engine.VLLM else ()
-    usual = max(1, len(gpus) // options.ranks) if gpus else _WORKERS_WITHOUT_GPU
-    return replace(options, workers=workers or usual, cores=len(os.sched_getaffinity(0)), gpus=gpus)
+    """Return the options with this machine's cores and GPUs, and a number of workers that suits them.
+
+    `workers`: of the first model, if that is given.
+    """
+    cores, earlier = len(os.sched_getaffinity(0)), 0
+    given = [workers, *(model.workers for model in options.others)]
+    models = []
+    for model, number in zip(options.models, given, strict=True):
+        gpus = visible_gpus() if model.engine is Engine.VLLM else ()
+        usual = max(1, len(gpus) // model.ranks // len(given)) if gpus else _WORKERS_WITHOUT_GPU
+        models.append(
+            replace(model, workers=number or usual, cores=cores, gpus=gpus, earlier_workers=earlier)
+        )
+        earlier += number or usual
+    models = [replace(model, all_workers=earlier) for model in models]
+    return replace(models[0], others=tuple(models[1:]))
 
 
 def _has_console() -> bool:
@@ -228,12 +241,13 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
     try:
         plan = plan_here(options, folder, file, host)
         if plan.tier(Tier.WORKER) or plan.tier(Tier.FRONTEND):
-            require_model(options.model)
-            if not TOKENIZER_FLAGS & options.line.flags.keys():
-                require_tokenizer(options.model)
-            require_installed(options, lambda text: note(f"tailrace up: {text}"))
+            for model in options.models:
+                require_model(model.model)
+                if not TOKENIZER_FLAGS & model.line.flags.keys():
+                    require_tokenizer(model.model)
+                require_installed(model, lambda text: note(f"tailrace up: {text}"))
         if plan.tier(Tier.FRONTEND):
-            require_free(options.host, options.port)
+            require_free(*(parse_address(options.edge) if options.edge else (options.host, options.port)))
         shutil.rmtree(folder.data, ignore_errors=True)
         for data in (folder.data, folder.kept):
             data.mkdir(parents=True, exist_ok=True)

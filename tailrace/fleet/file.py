@@ -39,14 +39,8 @@ Resource = Annotated[str, Meta(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
 Value = bool | int | float | str
 # A host name, or an IPv4 or IPv6 address: it is written into commands and rules.
 _ADDRESS: Final = r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
-# Flags for which the file has fields, or that are none of a cluster's.
-_FIELDS: Final = {
-    "help": "is not a flag of a cluster",
-    "host": "models[0].http says it",
-    "model": "models[0].model says it",
-    "model-tag": "models[0].model says it",
-    "port": "models[0].http says it",
-}
+# Flags for which the file has fields.
+_FIELDS: Final = {"host": "http", "model": "model", "model-tag": "model", "port": "http"}
 # No process can get these, and no file can hold them.
 _UNWRITABLE: Final = re.compile("[\0\ud800-\udfff]")
 Flags = dict[
@@ -105,6 +99,14 @@ class Model(_Section, frozen=True):
     def number(self) -> int | None:
         """Return the number of instances, if it is not given by host."""
         return self.replicas if isinstance(self.replicas, int) else None
+
+    @property
+    def served_name(self) -> str:
+        """Return the name by which users know it."""
+        for name, value in self.flags.items():
+            if name.lstrip("-").replace("_", "-") == "served-model-name":
+                return str(value[0] if isinstance(value, list) and value else value)
+        return self.model
 
 
 class Policy(_Section, frozen=True):
@@ -195,7 +197,13 @@ class Kubernetes(_Section, frozen=True):
 class Fleet(_Section, frozen=True):
     """A deployment: one cluster."""
 
-    models: Annotated[list[Model], Meta(min_length=1, max_length=1, description="One, so far.")]
+    models: Annotated[
+        list[Model], Meta(min_length=1, max_length=16, description="Several need http, and one machine.")
+    ]
+    http: Annotated[
+        str,
+        Meta(description="HOST:PORT of an edge: one address for all models."),
+    ] = ""
     cluster: Annotated[Name, Meta(description="Name of the cluster; several can share an etcd.")] = "default"
     hosts: Annotated[
         dict[Name, Host], Meta(description="The machines by name. Without: this machine alone, on loopback.")
@@ -228,8 +236,15 @@ class Fleet(_Section, frozen=True):
 
     @property
     def model(self) -> Model:
-        """Return the model."""
+        """Return the model, or the first one."""
         return self.models[0]
+
+    @property
+    def users(self) -> list[tuple[str, str]]:
+        """Return the addresses that users reach, with the fields that say them."""
+        if self.http:
+            return [("http", self.http)]
+        return [(f"models[{number}].http", model.http) for number, model in enumerate(self.models)]
 
     def objectives(self) -> dict[str, float]:
         """Return the given objectives, times in seconds. Raise ParameterError."""
@@ -304,11 +319,11 @@ def _plain(problem: str) -> str:
 
 def _check(fleet: Fleet) -> None:
     """Raise FleetError if fields do not go together."""
-    hosts, model = fleet.hosts, fleet.model
+    hosts = fleet.hosts
     for field, names in (
         ("control", fleet.control),
-        ("models[0].replicas", _names(model.replicas)),
-        ("models[0].frontends", _names(model.frontends)),
+        *((f"models[{at}].replicas", _names(each.replicas)) for at, each in enumerate(fleet.models)),
+        *((f"models[{at}].frontends", _names(each.frontends)) for at, each in enumerate(fleet.models)),
         ("etcd", [name for name in fleet.etcd if ":" not in name]),
     ):
         for name in names:
@@ -319,7 +334,7 @@ def _check(fleet: Fleet) -> None:
             raise FleetError(f"{field}: a host is there twice")
     own_etcd = fleet.kubernetes.etcd if isinstance(fleet.kubernetes.etcd, list) else []
     for field, address in (
-        ("models[0].http", model.http),
+        *fleet.users,
         *(("etcd", each) for each in fleet.etcd if ":" in each),
         *(("kubernetes.etcd", each) for each in own_etcd),
     ):
@@ -327,11 +342,15 @@ def _check(fleet: Fleet) -> None:
             parse_address(address)
         except MalformedAddress as error:
             raise FleetError(f"{field}: {shown(address)} is not HOST:PORT {error}".rstrip()) from error
-    _check_flags(model)
+    for at, each in enumerate(fleet.models):
+        _check_flags(f"models[{at}]", each)
+    _check_models(fleet)
     if fleet.traces not in ("monitor", "none") and not re.match(r"https?://[^\s/]", fleet.traces):
         raise FleetError(f"traces: {shown(fleet.traces)} is not monitor, none or http://HOST:PORT")
-    if exposed([model.http]) and not (fleet.keys or fleet.insecure or "api-key" in model.flags):
-        raise FleetError(f"keys: users on other machines reach {model.http}: name a file of keys")
+    for _, address in fleet.users:
+        open_to_all = exposed([address]) and not (fleet.keys or fleet.insecure)
+        if open_to_all and (fleet.http or "api-key" not in fleet.model.flags):
+            raise FleetError(f"keys: users on other machines reach {address}: name a file of keys")
     if hosts:
         _check_hosts(fleet)
     elif fleet.etcd:
@@ -341,15 +360,39 @@ def _check(fleet: Fleet) -> None:
     _check_policy(fleet)
 
 
-def _check_flags(model: Model) -> None:
+def _check_models(fleet: Fleet) -> None:
+    if len(fleet.models) > 1 and not fleet.http:
+        raise FleetError("http: several models need HOST:PORT of one address for all")
+    if not fleet.http:
+        return
+    if fleet.hosts:
+        raise FleetError(
+            "http: an edge on several machines is not started from the file so far: tailrace serve edge"
+        )
+    names: dict[str, int] = {}
+    for at, each in enumerate(fleet.models):
+        if each.http != Model(model="").http:
+            raise FleetError(f"models[{at}].http: {fleet.http} is the address of all models")
+        first = names.setdefault(each.served_name, at)
+        if first != at:
+            raise FleetError(
+                f"models[{at}]: users know it as {shown(each.served_name)}, and models[{first}] too: "
+                "flags.served-model-name says another name"
+            )
+
+
+def _check_flags(field: str, model: Model) -> None:
     for name in model.flags:
-        if problem := _FIELDS.get(name.lstrip("-").replace("_", "-")):
-            raise FleetError(f"models[0].flags: {name}: {problem}")
+        flag = name.lstrip("-").replace("_", "-")
+        if flag == "help":
+            raise FleetError(f"{field}.flags: {name}: is not a flag of a cluster")
+        if flag in _FIELDS:
+            raise FleetError(f"{field}.flags: {name}: {field}.{_FIELDS[flag]} says it")
     for name, value in model.flags.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise FleetError(f"models[0].flags: {name}: {error}") from error
+            raise FleetError(f"{field}.flags: {name}: {error}") from error
 
 
 def _check_hosts(fleet: Fleet) -> None:

@@ -654,7 +654,8 @@ def _callers(fleet: Fleet, kind: str) -> list[str]:
         role.value
         for method, allowed in METHODS.items()
         if _SERVED_BY.get(method.split("/")[1].rpartition(".")[2]) == kind
-        for role in allowed & MEMBERS
+        for role in allowed
+        if role in PORTS
     }
     if kind == "scheduler":
         roles |= {"console"} if fleet.kubernetes.console else set()

@@ -31,14 +31,20 @@ def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> C
     `etcd`: where it runs, whatever the plan says.
     """
     specs = {part.name: part.spec for part in running if part.spec is not None}
+    # Behind an edge, a front end's own HTTP port is one of them.
+    behind_edge = all(any(spec.tier is Tier.EDGE for spec in each) for each in (specs.values(), wanted))
     added, changed = [], []
     for spec in wanted:
         old = specs.get(spec.name)
         if old is None:
             added.append(replace(spec, command=_with(spec.command, {"--etcd": etcd})))
-        elif spec.tier is not Tier.ETCD and _essence(spec) != _essence(old):
-            kept = {flag: old.option(flag) for flag in _ADDRESSES}
-            changed.append(replace(spec, command=_with(spec.command, kept), address=old.address))
+            continue
+        own = behind_edge and spec.tier is Tier.FRONTEND
+        addresses = (*_ADDRESSES, "--http") if own else _ADDRESSES
+        if spec.tier is not Tier.ETCD and _essence(spec, addresses) != _essence(old, addresses):
+            kept = {flag: old.option(flag) for flag in addresses}
+            http = old.http if own else spec.http
+            changed.append(replace(spec, command=_with(spec.command, kept), address=old.address, http=http))
     names = {spec.name for spec in wanted}
     # A file says nothing about the console.
     gone = [part.name for part in running if part.name not in names and part.tier != Tier.CONSOLE]
@@ -51,11 +57,11 @@ def differing(old: Sequence[str], new: Sequence[str]) -> str:
     return " ".join([*lost, *(f"+{word}" for word in new if word not in old)])
 
 
-def _essence(spec: PartSpec) -> tuple[object, ...]:
+def _essence(spec: PartSpec, addresses: Sequence[str]) -> tuple[object, ...]:
     """Return what must be equal for a part to go on as it is."""
     # The number of threads depends on the number of workers, and is worth no restart.
     environment = {name: value for name, value in spec.environment.items() if name not in THREADS}
-    return _with(spec.command, dict.fromkeys(_ADDRESSES, "")), environment, tuple(spec.members)
+    return _with(spec.command, dict.fromkeys(addresses, "")), environment, tuple(spec.members)
 
 
 def _with(command: Sequence[str], values: Mapping[str, str]) -> list[str]:

@@ -88,6 +88,26 @@ class ClusterOptions:
     gpus: tuple[str, ...] = ()
     # Devices of each worker.
     ranks: int = 1
+    # HOST:PORT of an edge, and its options; empty: users reach the front ends themselves.
+    edge: str = ""
+    edge_arguments: tuple[str, ...] = ()
+    # Further models: of theirs only what concerns workers and front ends counts.
+    others: tuple[ClusterOptions, ...] = ()
+    # What the names of its workers and front ends begin with, where there are several models.
+    prefix: str = ""
+    # How many workers of other models have their places before its own, and all models' workers together.
+    earlier_workers: int = 0
+    all_workers: int = 0
+
+    @property
+    def models(self) -> tuple[ClusterOptions, ...]:
+        """Return the options of each model."""
+        return (self, *self.others)
+
+    @property
+    def sharing(self) -> int:
+        """Return how many workers share this machine."""
+        return self.all_workers or self.workers
 
     @property
     def scheme(self) -> str:

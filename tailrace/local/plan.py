@@ -20,6 +20,7 @@ class Tier(enum.StrEnum):
     CONTROL = "control"
     WORKER = "worker"
     FRONTEND = "frontend"
+    EDGE = "edge"
     # Nobody waits for it: it starts when everything else is ready.
     CONSOLE = "console"
 
@@ -37,7 +38,7 @@ class PartSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     # Instances in it, for workers only.
     members: Sequence[str] = ()
-    # HTTP address, for front ends only.
+    # HTTP address, for front ends and edges only.
     http: str = ""
     # Role of its certificate; empty: it has none.
     role: str = ""
@@ -101,9 +102,11 @@ def make_plan(
     `free_ports(n)`: returns n free ports; `etcd_command(port)`: returns the command of an etcd; `tailrace`:
     the command that runs `tailrace`; `data`: folder for the parts' data.
     """
-    groups = _groups(options)
-    services = 2 + options.schedulers + len(groups) + options.frontends
-    etcd_port, *ports = free_ports(1 + 2 * services + options.console)
+    groups = [(model, group) for model in options.models for group in _groups(model)]
+    frontends = sum(model.frontends for model in options.models)
+    services = 2 + options.schedulers + len(groups) + frontends + bool(options.edge)
+    behind = len(options.models) if options.edge else 0
+    etcd_port, *ports = free_ports(1 + 2 * services + behind + options.console)
     etcd = f"{LOOPBACK}:{etcd_port}"
     certificates = f"{data}/certs" if options.tls else ""
     addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
@@ -133,12 +136,16 @@ def make_plan(
         for number in range(options.schedulers)
     ]
     parts += schedulers
-    parts += [worker_part(options, service, "worker", group) for group in groups]
-    http = f"{options.host}:{options.port}"
-    parts += [
-        frontend_part(options, service, _numbered("frontend", number, options.frontends), http)
-        for number in range(options.frontends)
-    ]
+    parts += [worker_part(model, service, f"{model.prefix}worker", group) for model, group in groups]
+    http = options.edge or f"{options.host}:{options.port}"
+    for model in options.models:
+        listen = next(addresses) if options.edge else http
+        for number in range(model.frontends):
+            name = _numbered(f"{model.prefix}frontend", number, model.frontends)
+            parts.append(frontend_part(model, service, name, listen))
+    if options.edge:
+        edge = service("edge", "edge", Tier.EDGE, "--http", http, *options.edge_arguments)
+        parts.append(replace(edge, http=f"http://{http}"))
     admin = ",".join(part.address for part in schedulers)
     if options.console:
         parts.append(_console_part(next(addresses), tailrace, admin, certificates, data))
@@ -146,7 +153,7 @@ def make_plan(
         parts=parts,
         environment=environment_of(options, monitor.address),
         admin=admin,
-        http=f"{options.scheme}://{http}",
+        http=f"{'http' if options.edge else options.scheme}://{http}",
         etcd=etcd,
         certificates=certificates,
         cluster=options.cluster,
@@ -176,14 +183,14 @@ def worker_part(
         timeout_s = part.timeout_s + (_PROFILE_TIMEOUT_S if profiles else 0.0)
         return replace(part, members=members, timeout_s=timeout_s)
     # Engines with one thread per core each would slow each other down; leave a core for the API server.
-    threads = max(1, (options.cores - 1) // (options.workers * options.ranks))
+    threads = max(1, (options.cores - 1) // (options.sharing * options.ranks))
     environment = dict.fromkeys(THREADS, str(threads)) if options.cores else {}
     if options.gpus:
         # Adjacent GPUs for each worker. A worker that needs more than there are fails with a message.
         places = max(1, len(options.gpus) // options.ranks)
-        first = number % places * options.ranks
+        first = (options.earlier_workers + number) % places * options.ranks
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[first : first + options.ranks])
-        share = _GPU_MEMORY / math.ceil(options.workers / places)
+        share = _GPU_MEMORY / math.ceil(options.sharing / places)
         arguments += ["--gpu-memory-utilization", f"{share:.3f}"]  # the line's own takes precedence
     part = service("worker", members[0], Tier.WORKER, *arguments, *given)
     environment = {**part.environment, **environment}

@@ -110,11 +110,13 @@ class Starter:
             await self._set(f"the policy {policy.name!r}", lambda admin: admin.SetPolicy, policy)
         if slo is not None:
             await self._set("the SLO", lambda admin: admin.SetSlo, SetSloRequest(slo=slo))
-        # The first front end waits for the workers itself, so they can start together. The others share its
-        # port, which is possible only once it is registered in the cluster.
+        # A model's first front end waits for the workers itself, so they can start together. The others share
+        # its port, which is possible only once it is registered in the cluster.
         frontends = self._plan.tier(Tier.FRONTEND)
-        await self._start_all([*self._plan.tier(Tier.WORKER), *frontends[:1]])
-        await self._start_all(frontends[1:])
+        first = {spec.http: spec for spec in reversed(frontends)}.values()
+        await self._start_all([*self._plan.tier(Tier.WORKER), *first])
+        await self._start_all([spec for spec in frontends if spec not in first])
+        await self._start_all(self._plan.tier(Tier.EDGE))
         await self._see_workers()
         # No request needs the console: it starts while the user reads where it will be.
         for spec in self._plan.tier(Tier.CONSOLE):

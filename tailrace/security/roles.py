@@ -22,6 +22,7 @@ class Role(enum.StrEnum):
     MONITOR = "monitor"
     MIGRATION = "migration"
     WORKER = "worker"
+    EDGE = "edge"
     # Operators: people and their tools, at the admin API.
     VIEWER = "viewer"
     ADMIN = "admin"
@@ -32,7 +33,9 @@ class Role(enum.StrEnum):
     ETCD_ROOT = "etcd-root"
 
 
-MEMBERS: Final = frozenset({Role.FRONTEND, Role.SCHEDULER, Role.MONITOR, Role.MIGRATION, Role.WORKER})
+MEMBERS: Final = frozenset(
+    {Role.FRONTEND, Role.SCHEDULER, Role.MONITOR, Role.MIGRATION, Role.WORKER, Role.EDGE}
+)
 OPERATORS: Final = frozenset({Role.VIEWER, Role.ADMIN})
 
 

@@ -32,6 +32,7 @@ _SERVICE: Final = ("services/{role}/", "withdrawn/services/{role}/", "leader/{ro
 
 _WRITES: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
     {
+        Role.EDGE: _SERVICE[:2],
         Role.FRONTEND: (*_SERVICE[:2], "adapters/"),
         Role.MONITOR: _SERVICE,
         Role.MIGRATION: _SERVICE,

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.fleet.file import FleetError, json_schema, read_fleet, to_yaml
-from tests.fleet.files import ONE_MACHINE, TWO_HOSTS, changed, write
+from tests.fleet.files import MODEL, ONE_MACHINE, TWO_HOSTS, changed, write
 from tests.waiting import WAIT_S
 
 
@@ -55,6 +55,7 @@ from tests.waiting import WAIT_S
         ("hosts.b.address", "$(reboot)", "hosts.b.address: '$(reboot)' is neither a name nor an address"),
         ("models.0.flags", {"-tp": 2}, "Expected `str` matching regex"),
         ("models.0.flags", {"port": 9000}, "models[0].flags: port: models[0].http says it"),
+        ("http", "0.0.0.0:80", "http: an edge on several machines"),
         (
             "models.0.flags",
             {"x": {"y": datetime.date(2020, 1, 1)}},
@@ -160,3 +161,30 @@ def test_no_engine_and_no_transport_are_needed(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
     modes = {path.stat().st_mode & 0o777 for path in tmp_path.glob("**/*.key")}
     assert modes == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("http", None, "http: several models need HOST:PORT of one address for all"),
+        ("http", "here", "http: 'here' is not HOST:PORT"),
+        ("http", "0.0.0.0:8000", "keys: users on other machines reach 0.0.0.0:8000: name a file of keys"),
+        ("models.1.http", "127.0.0.1:9000", "models[1].http: 127.0.0.1:8080 is the address of all models"),
+        (
+            "models.1.flags",
+            {"served_model_name": "org/model"},
+            "models[1]: users know it as 'org/model', and models[0] too",
+        ),
+        ("models.1.flags", {"host": "x"}, "models[1].flags: host: models[1].http says it"),
+    ],
+)
+def test_several_models(tmp_path: Path, place: str, value: Any, message: str) -> None:
+    content = {"models": [MODEL, {"model": "/m/other"}], "http": "127.0.0.1:8080"}
+    assert [each.served_name for each in read_fleet(write(tmp_path, content)).models] == [
+        "org/model",
+        "/m/other",
+    ]
+    path = write(tmp_path, changed(content, place, value))
+    with pytest.raises(FleetError) as caught:
+        read_fleet(path)
+    assert str(caught.value).startswith(f"{path}: {message}")

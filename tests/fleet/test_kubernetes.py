@@ -257,6 +257,7 @@ def test_each_port_is_for_who_needs_it(name: str) -> None:
     assert reach("scheduler", 7101) == {"frontend", "scheduler"} | ({"worker"} if drains else set()) | (
         {"console"} if console else set()
     )
+    assert reach("monitor", 7102) == {"frontend", "migration", "monitor", "scheduler", "worker"}
     assert reach("migration", 7103) == {"scheduler", "worker"}
     assert reach("worker", 7105) == {"migration", "scheduler", "worker"}
     assert reach("worker", 7205) == {"frontend"} and reach("worker", 7363) == {"worker"}

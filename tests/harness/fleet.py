@@ -120,6 +120,14 @@ class Fleet:
             self.wait_frontend(name)
         return process
 
+    def start_edge(self, name: str = "edge", http_port: int = 0, options: Sequence[str] = ()) -> Process:
+        """Start an edge, and wait until it serves; `http` is its address from then on."""
+        http_port = http_port or free_port()
+        self.http = self.urls[name] = f"http://127.0.0.1:{http_port}"
+        self._launch_service("edge", name, ["--id", name, "--http", f"127.0.0.1:{http_port}", *options])
+        self.wait_healthy(name)
+        return self.processes[name]
+
     def wait_frontend(self, name: str) -> None:
         """Wait until a front end serves models."""
 

@@ -32,6 +32,7 @@ CLUSTER = "c"
 
 # Keys that only services of the role write.
 OWN = {
+    Role.EDGE: ["services/edge/e"],
     Role.FRONTEND: ["services/frontend/f"],
     Role.MONITOR: ["services/monitor/m", "leader/monitor"],
     Role.MIGRATION: ["services/migration/m", "leader/migration"],

@@ -251,7 +251,7 @@ async def test_the_fuzz_writes_every_kind_of_record(store: Store) -> None:
     """All that members count as unreadable, and all that a role may write."""
     for worker in ("worker-0", "worker-1"):
         await store.put(f"instances/{worker}", encoded(worker))
-    for kind in ("scheduler", "monitor", "migration", "frontend"):
+    for kind in ("scheduler", "monitor", "migration", "frontend", "edge"):
         record = msgspec.structs.replace(SERVICE, kind=kind)
         await store.put(f"services/{kind}/s", msgspec.json.encode(record))
         await store.put(f"leader/{kind}", msgspec.json.encode(record))

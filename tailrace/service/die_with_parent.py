@@ -2,7 +2,7 @@
 
     python die_with_parent.py PARENT_PID COMMAND ARG...
 
-A front end that is killed without warning must not leave its API server behind, holding the port and
+A front end or an edge that is killed without warning must not leave its server behind, holding the port and
 answering nobody. The setting survives exec, so the command itself needs to know nothing of it.
 """
 

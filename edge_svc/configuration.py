@@ -1,0 +1,342 @@
+"""Envoy's configuration: which requests it sends where. Pure.
+
+Envoy is the proxy; what it cannot know it asks the edge over a unix socket (Envoy's `ext_authz` filter):
+first, with the headers alone, whether the key is valid, then, with the body, which model's front ends are
+meant. The answer's header CLUSTER names the cluster. The clusters and their endpoints are in files, which
+Envoy follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tailrace.address import parse_address
+from tailrace.numeric import Duration, WholeRange
+from tailrace.service.settings import setting
+
+CLUSTER: Final = "x-tailrace-cluster"
+"""Header of the edge's answers, and of nobody else's requests: Envoy replaces what a client sent."""
+KEY_CHECK: Final = "/edge/key"
+"""Prefix of the path of a question with the headers alone."""
+MODEL_CHOICE: Final = "/edge/model"
+"""Prefix of the path of a question with the body."""
+EDGE: Final = "edge"
+"""The cluster of the edge itself."""
+OWN_PATHS: Final = ("/v1/models", "/ready", "/health", "/ping")
+"""What the edge answers."""
+
+_TYPES: Final = "type.googleapis.com/envoy.extensions"
+# The edge answers within milliseconds, except when it reads a body of many megabytes.
+_ASK_S: Final = 10.0
+_CONNECT_S: Final = 5.0
+# What the edge reads of a request; everything else stays in Envoy.
+_ASKED_HEADERS: Final = ("authorization", "content-type", "x-api-key")
+_ANSWERED_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
+# Envoy's own answers: no endpoint, no connection, too large, too slow, malformed.
+_OWN_FLAGS: Final = (
+    "UH",
+    "UF",
+    "UC",
+    "UO",
+    "UR",
+    "LR",
+    "NR",
+    "NC",
+    "UT",
+    "URX",
+    "DPE",
+    "IH",
+    "SI",
+    "OM",
+    "DT",
+)
+# Envoy stops reading at its buffer limit: above the largest body, or a larger one would wait instead of being
+# refused.
+_SLACK_BYTES: Final = 1 << 20
+_HEADERS_MAX: Final = 100
+# Beyond, clusters and endpoints of a file would be of no real fleet.
+_MODELS_MAX: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a client may send."""
+
+    max_body_bytes: int = setting(
+        64 << 20, "Largest body of a request.", type=WholeRange(min=1 << 10, max=1 << 30), rare=True
+    )
+    max_header_kib: int = setting(
+        60, "Largest headers of a request, in KiB.", type=WholeRange(min=4, max=1024), rare=True
+    )
+    max_connections: int = setting(
+        16_384, "Connections of clients at a time.", type=WholeRange(min=1), rare=True
+    )
+    max_heap_bytes: int = setting(
+        2 << 30,
+        "Memory of the proxy from which on it refuses requests with 503.",
+        type=WholeRange(min=1 << 26),
+        rare=True,
+    )
+    body_timeout_s: float = setting(
+        120.0, "Time for a client to send a request.", "--body-timeout", type=Duration(min=1), rare=True
+    )
+
+
+DEFAULT_BOUNDS: Final = Bounds()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the front ends of a cluster listen, HOST:PORT each."""
+
+    cluster: str
+    addresses: Sequence[str]
+
+
+def bootstrap(
+    listen: str, folder: Path, bounds: Bounds, *, with_keys: bool, certificate: tuple[str, str] | None
+) -> dict[str, Any]:
+    """Return the static part.
+
+    `folder`: has `edge.sock` of the edge, `admin.sock` of Envoy, and `clusters.json`. `certificate`: files of
+    the chain and its key, for HTTPS.
+    """
+    filters = [_ask("model", MODEL_CHOICE, bounds.max_body_bytes), _filter("router", "router.v3.Router")]
+    if with_keys:
+        # First, so that the body of a stranger is not even read.
+        filters.insert(0, _ask("key", KEY_CHECK, 0))
+    connections = {
+        "@type": f"{_TYPES}.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+        "max_active_downstream_connections": bounds.max_connections,
+    }
+    heap = {
+        "@type": f"{_TYPES}.resource_monitors.fixed_heap.v3.FixedHeapConfig",
+        "max_heap_size_bytes": bounds.max_heap_bytes,
+    }
+    return {
+        "node": {"id": "edge", "cluster": "tailrace"},
+        "admin": {"address": _pipe(folder / "admin.sock")},
+        "overload_manager": {
+            "resource_monitors": [
+                {
+                    "name": "envoy.resource_monitors.global_downstream_max_connections",
+                    "typed_config": connections,
+                },
+                {"name": "envoy.resource_monitors.fixed_heap", "typed_config": heap},
+            ],
+            "actions": [
+                {
+                    "name": "envoy.overload_actions.stop_accepting_requests",
+                    "triggers": [
+                        {"name": "envoy.resource_monitors.fixed_heap", "threshold": {"value": 0.95}}
+                    ],
+                }
+            ],
+        },
+        "static_resources": {
+            "listeners": [_listener(listen, bounds, filters, certificate)],
+            "clusters": [_edge(folder / "edge.sock")],
+        },
+        "dynamic_resources": {"cds_config": _file(folder / "clusters.json")},
+    }
+
+
+def clusters(every: Sequence[Endpoints], folder: Path) -> dict[str, Any]:
+    """Return `clusters.json`. What changes is in the files of `endpoints`, so that streams go on."""
+    return {"resources": [_cluster(each.cluster, folder) for each in every[:_MODELS_MAX]]}
+
+
+def endpoints(each: Endpoints) -> dict[str, Any]:
+    """Return the file of a cluster's endpoints."""
+    lb = [{"endpoint": {"address": _address(address)}} for address in each.addresses]
+    return {
+        "resources": [
+            {
+                "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
+                "cluster_name": each.cluster,
+                "endpoints": [{"lb_endpoints": lb}],
+            }
+        ]
+    }
+
+
+def endpoints_file(cluster: str, folder: Path) -> Path:
+    """Return the name of the file of a cluster's endpoints."""
+    return folder / f"{cluster}.json"
+
+
+def _listener(
+    listen: str, bounds: Bounds, filters: Sequence[Any], certificate: tuple[str, str] | None
+) -> dict[str, Any]:
+    manager = {
+        "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "users",
+        "use_remote_address": True,
+        # A client's own id is vLLM's, and Envoy's would look like one.
+        "generate_request_id": False,
+        "preserve_external_request_id": True,
+        "server_header_transformation": "PASS_THROUGH",
+        "normalize_path": True,
+        "path_with_escaped_slashes_action": "REJECT_REQUEST",
+        "max_request_headers_kb": bounds.max_header_kib,
+        "request_headers_timeout": "10s",
+        "request_timeout": _seconds(bounds.body_timeout_s),
+        # A stream may wait long for its first token.
+        "stream_idle_timeout": "0s",
+        "common_http_protocol_options": {"idle_timeout": "300s", "max_headers_count": _HEADERS_MAX},
+        "http2_protocol_options": {
+            "max_concurrent_streams": 1_000,
+            "initial_stream_window_size": 1 << 18,
+            "initial_connection_window_size": 1 << 24,
+        },
+        "upgrade_configs": [{"upgrade_type": "websocket"}],
+        "local_reply_config": _own_answers(bounds),
+        "route_config": {
+            "name": "users",
+            "virtual_hosts": [{"name": "users", "domains": ["*"], "routes": _routes()}],
+        },
+        "http_filters": filters,
+    }
+    chain: dict[str, Any] = {
+        "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    }
+    if certificate is not None:
+        files = {
+            "certificate_chain": {"filename": certificate[0]},
+            "private_key": {"filename": certificate[1]},
+        }
+        tls = {
+            "@type": f"{_TYPES}.transport_sockets.tls.v3.DownstreamTlsContext",
+            "common_tls_context": {"tls_certificates": [files], "alpn_protocols": ["h2", "http/1.1"]},
+        }
+        chain["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": tls}
+    return {
+        "name": "users",
+        "address": _address(listen),
+        "per_connection_buffer_limit_bytes": bounds.max_body_bytes + _SLACK_BYTES,
+        "filter_chains": [chain],
+    }
+
+
+def _routes() -> list[dict[str, Any]]:
+    unasked = {
+        f"envoy.filters.http.ext_authz.{name}": {
+            "@type": f"{_TYPES}.filters.http.ext_authz.v3.ExtAuthzPerRoute",
+            "disabled": True,
+        }
+        for name in ("key", "model")
+    }
+    own = [
+        {
+            "match": {"path": path},
+            "route": {"cluster": EDGE, "timeout": _seconds(_ASK_S)},
+            "typed_per_filter_config": unasked,
+        }
+        for path in OWN_PATHS
+    ]
+    to_models = {
+        "cluster_header": CLUSTER,
+        "timeout": "0s",
+        # Of a request that no front end has seen: it was restarted a moment ago.
+        "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": 2},
+    }
+    return [*own, {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]}]
+
+
+def _ask(name: str, prefix: str, body_bytes: int) -> dict[str, Any]:
+    service = {
+        "server_uri": {"uri": "http://edge", "cluster": EDGE, "timeout": _seconds(_ASK_S)},
+        "path_prefix": prefix,
+        "authorization_response": {
+            "allowed_upstream_headers": _names([CLUSTER]),
+            "allowed_client_headers": _names(_ANSWERED_HEADERS),
+        },
+    }
+    config: dict[str, Any] = {
+        "http_service": service,
+        "allowed_headers": _names(_ASKED_HEADERS),
+        "clear_route_cache": True,
+        "status_on_error": {"code": "ServiceUnavailable"},
+    }
+    if body_bytes:
+        config["with_request_body"] = {"max_request_bytes": body_bytes, "allow_partial_message": False}
+    return _filter(f"ext_authz.{name}", "ext_authz.v3.ExtAuthz", config)
+
+
+def _filter(name: str, kind: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    typed = {"@type": f"{_TYPES}.filters.http.{kind}", **(config or {})}
+    return {"name": f"envoy.filters.http.{name}", "typed_config": typed}
+
+
+def _own_answers(bounds: Bounds) -> dict[str, Any]:
+    """Return how Envoy's own answers look: as OpenAI's errors, which name the limit."""
+    texts = {
+        408: f"The request did not arrive within {bounds.body_timeout_s:g} seconds.",
+        413: f"The body is larger than {bounds.max_body_bytes} bytes.",
+        431: f"The headers are larger than {bounds.max_header_kib} KiB, or more than {_HEADERS_MAX}.",
+    }
+    mappers = []
+    for status, text in texts.items():
+        value = {"default_value": status, "runtime_key": f"tailrace.{status}"}
+        is_status = {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
+        mappers.append({"filter": is_status, "body_format_override": _error(text)})
+    is_own = {"response_flag_filter": {"flags": list(_OWN_FLAGS)}}
+    return {"mappers": [*mappers, {"filter": is_own, "body_format_override": _error("%LOCAL_REPLY_BODY%")}]}
+
+
+def _error(message: str) -> dict[str, Any]:
+    error = {"message": message, "type": "APIError", "param": None, "code": "%RESPONSE_CODE%"}
+    return {"json_format": {"error": error}}
+
+
+def _edge(socket: Path) -> dict[str, Any]:
+    return {
+        "name": EDGE,
+        "type": "STATIC",
+        "connect_timeout": _seconds(_CONNECT_S),
+        "load_assignment": {
+            "cluster_name": EDGE,
+            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _pipe(socket)}}]}],
+        },
+    }
+
+
+def _cluster(name: str, folder: Path) -> dict[str, Any]:
+    return {
+        "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
+        "name": name,
+        "type": "EDS",
+        "eds_cluster_config": {"eds_config": _file(endpoints_file(name, folder))},
+        "connect_timeout": _seconds(_CONNECT_S),
+        "lb_policy": "LEAST_REQUEST",
+        # As many as front ends take: they say what is too much.
+        "circuit_breakers": {
+            "thresholds": [
+                {"max_connections": 1 << 20, "max_pending_requests": 1 << 20, "max_requests": 1 << 20}
+            ]
+        },
+    }
+
+
+def _file(path: Path) -> dict[str, Any]:
+    return {"path_config_source": {"path": str(path)}, "resource_api_version": "V3"}
+
+
+def _names(names: Sequence[str]) -> dict[str, Any]:
+    return {"patterns": [{"exact": name, "ignore_case": True} for name in names]}
+
+
+def _pipe(path: Path) -> dict[str, Any]:
+    return {"pipe": {"path": str(path), "mode": 0o600}}
+
+
+def _address(address: str) -> dict[str, Any]:
+    host, port = parse_address(address)
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g}s"

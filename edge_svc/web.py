@@ -1,0 +1,168 @@
+"""What the edge answers: Envoy's two questions about each request, and the paths that no model has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter
+
+from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS
+from edge_svc.directory import Asked, Directory, Served
+from tailrace.bounded import printable, shown
+from tailrace.tenancy.file import KeyFile
+from tailrace.tenancy.keys import Tenant
+
+# A larger body is read in a thread.
+_LARGE_BYTES: Final = 1 << 18
+# Paths of API servers that are for users.
+_ROUTES: Final = ("/v1/", "/v2/")
+_OTHER_ROUTES: Final = frozenset(
+    {"/tokenize", "/detokenize", "/pooling", "/score", "/rerank", "/classify", "/invocations"}
+)
+_OUTCOMES: Final = ("sent on", "no key", "no model", "refused")
+
+
+class Answers:
+    """Answer over the unix socket that Envoy asks."""
+
+    def __init__(
+        self,
+        directory: Callable[[], Directory],
+        keys: KeyFile | None,
+        max_body_bytes: int,
+        registry: CollectorRegistry,
+    ) -> None:
+        """`keys`: without, everybody is served."""
+        self._directory = directory
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self.draining = False
+        self._requests = Counter(
+            "tailrace_edge_requests",
+            "Requests of users, by what became of them.",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in _OUTCOMES:
+            self._requests.labels(outcome)
+
+    def app(self) -> web.Application:
+        """Return the server's application."""
+        # Envoy bounds what comes.
+        app = web.Application(client_max_size=1 << 31)
+        app.router.add_route("*", KEY_CHECK + "{path:.*}", self._check_key)
+        app.router.add_route("*", MODEL_CHOICE + "{path:.*}", self._choose_model)
+        for path in OWN_PATHS:
+            app.router.add_get(path, self._models if path == "/v1/models" else self._ready)
+        return app
+
+    async def _check_key(self, request: web.Request) -> web.Response:
+        if self._owner(request) is not None:
+            return web.Response()
+        self._requests.labels("no key").inc()
+        message = "This API requires a valid key: send the header 'Authorization: Bearer KEY'."
+        challenge = {"www-authenticate": "Bearer"}
+        return _error(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
+
+    async def _choose_model(self, request: web.Request) -> web.Response:
+        path = request.match_info["path"]
+        if not path.startswith(_ROUTES) and path not in _OTHER_ROUTES:
+            self._requests.labels("refused").inc()
+            return _error(
+                HTTPStatus.NOT_FOUND, "NotFoundError", f"{request.method} {path} is not served here."
+            )
+        body = await request.read()
+        if len(body) >= self._max_body_bytes:
+            self._requests.labels("refused").inc()
+            # It may be cut. Envoy says which limit it is (configuration.py).
+            return web.Response(status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        try:
+            asked = await asyncio.to_thread(_asked, body) if len(body) > _LARGE_BYTES else _asked(body)
+        except msgspec.MsgspecError as error:
+            # A form has its model in a field of its own; with one model there is nothing to choose.
+            asked = Asked(model=request.query.get("model"))
+            if not _is_form(request) and self._directory().find(None) is None:
+                self._requests.labels("refused").inc()
+                return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", f"The body: {shown(str(error))}")
+        asked.model = asked.model or request.query.get("model")
+        served = self._directory().find(asked.model)
+        if served is None:
+            self._requests.labels("no model").inc()
+            return self._unknown(asked.model)
+        self._requests.labels("sent on").inc()
+        return web.Response(headers={CLUSTER: served.cluster(path, asked)})
+
+    def _unknown(self, model: str | None) -> web.Response:
+        if model:
+            # As vLLM says it.
+            message = f"The model `{printable(model)}` does not exist."
+            return _error(HTTPStatus.NOT_FOUND, "NotFoundError", message, param="model")
+        if not self._directory().names:
+            return _error(
+                HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", "No model is served yet."
+            )
+        message = "Several models are served here: name one in the field model."
+        return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", message, param="model")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        tenant = self._owner(request)
+        if self._keys is not None and tenant is None:
+            return await self._check_key(request)
+        names = self._directory().names.values()
+        allowed = [
+            each for each in names if tenant is None or not tenant.models or each.name in tenant.models
+        ]
+        return web.json_response({"object": "list", "data": [_model(each) for each in allowed]})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        if request.path != "/ready":
+            return web.Response()
+        if self.draining:
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", "This edge is stopping.")
+        if not self._directory().names:
+            return self._unknown(None)
+        return web.Response()
+
+    def _owner(self, request: web.Request) -> Tenant | None:
+        if self._keys is None:
+            return None
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return self._keys.index().owner(key.strip()) if scheme.lower() == "bearer" else None
+
+
+def _asked(body: bytes) -> Asked:
+    return msgspec.json.decode(body, type=Asked) if body else Asked()
+
+
+def _is_form(request: web.Request) -> bool:
+    return request.content_type.startswith(("multipart/", "application/x-www-form-urlencoded"))
+
+
+def _model(served: Served) -> dict[str, object]:
+    parent = None if served.name == served.model else served.model
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "vllm",
+        "root": served.root,
+        "parent": parent,
+    }
+
+
+def _error(
+    status: HTTPStatus,
+    kind: str,
+    message: str,
+    headers: dict[str, str] | None = None,
+    param: str | None = None,
+) -> web.Response:
+    """Return OpenAI's error object, as vLLM's API server does."""
+    error = {"message": message, "type": kind, "param": param, "code": status.value}
+    return web.json_response({"error": error}, status=status, headers=headers)

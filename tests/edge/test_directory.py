@@ -1,0 +1,87 @@
+"""Which cluster answers which request."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from edge_svc.directory import Asked, directory
+from tailrace.records import AdapterRecord, ServiceRecord
+
+
+def front_end(name: str, model: str, port: int, api_server: str = "python", **more: object) -> ServiceRecord:
+    """Return the record of a front end that listens on this port."""
+    record = ServiceRecord(
+        kind="frontend",
+        service_id=name,
+        incarnation="i",
+        address="127.0.0.1:1",
+        http_address=f"127.0.0.1:{port}",
+        model_name=model,
+        model=f"/models/{model}",
+        api_server=api_server,
+    )
+    return msgspec.structs.replace(record, **more)
+
+
+def test_each_name_leads_to_its_model() -> None:
+    found = directory(
+        [
+            front_end("f0", "chat", 1, names=["chat-latest", "poet"]),
+            front_end("f1", "chat", 2, names=["chat-latest", "poet"]),
+            front_end("g0", "code", 3),
+            msgspec.structs.replace(front_end("m", "none", 4), kind="monitor"),
+        ],
+        [
+            AdapterRecord(model="code", name="sql", path="/a"),
+            # A name that a model has stays the model's; an adapter of nobody has none.
+            AdapterRecord(model="code", name="chat", path="/a"),
+            AdapterRecord(model="gone", name="lost", path="/a"),
+        ],
+    )
+    assert {name: each.model for name, each in found.names.items()} == {
+        "chat": "chat",
+        "chat-latest": "chat",
+        "poet": "chat",
+        "code": "code",
+        "sql": "code",
+    }
+    addresses = {each.cluster: list(each.addresses) for each in found.clusters}
+    chat, code = found.names["poet"].python, found.names["sql"].python
+    assert addresses == {chat: ["127.0.0.1:1", "127.0.0.1:2"], code: ["127.0.0.1:3"]}
+    assert found.find("lost") is None
+    # Two models: one has to be named.
+    assert found.find(None) is None
+
+
+def test_the_only_model_needs_no_name() -> None:
+    found = directory([front_end("f0", "chat", 1, names=["alias"])], [])
+    assert found.find(None) == found.names["chat"]
+    assert found.find("") == found.names["chat"]
+
+
+def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
+    found = directory([front_end("f0", "chat", 1), front_end("f1", "chat", 1)], [])
+    assert [list(each.addresses) for each in found.clusters] == [["127.0.0.1:1"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "rust"),
+    [
+        ("/v1/chat/completions", Asked(), True),
+        ("/v1/chat/completions", Asked(n=1), True),
+        ("/v1/chat/completions", Asked(n=2), False),
+        ("/v1/completions", Asked(prompt=msgspec.Raw(b' "a [" ')), True),
+        ("/v1/completions", Asked(prompt=msgspec.Raw(b'["a", "b"]')), False),
+        ("/v1/completions", Asked(prompt=msgspec.Raw(b"[[1], [2]]")), False),
+        ("/v1/completions", Asked(prompt=msgspec.Raw(b"[1, 2]")), True),
+        ("/v1/responses", Asked(), False),
+        ("/v1/embeddings", Asked(), False),
+        ("/tokenize", Asked(), True),
+    ],
+)
+def test_vllm_rs_gets_what_it_can_answer(path: str, asked: Asked, rust: bool) -> None:
+    both = directory([front_end("f0", "chat", 1), front_end("f1", "chat", 2, "rust")], []).names["chat"]
+    assert both.cluster(path, asked) == (both.rust if rust else both.python)
+    alone = directory([front_end("f1", "chat", 2, "rust")], []).names["chat"]
+    assert alone.cluster(path, asked) == alone.rust

@@ -1,0 +1,242 @@
+"""Two models behind one address: real etcd, control plane, API servers and proxy; simulated engines."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from tailrace.tenancy.keys import Tenant, TenantKeys
+from tailrace.tiny import MODEL_PATH
+from tests.e2e.conftest import RUST_FRONT
+from tests.harness.chats import client
+from tests.harness.fleet import Fleet
+from tests.harness.processes import wait_until
+from tests.waiting import WAIT_S
+
+pytestmark = [
+    pytest.mark.fleet,
+    pytest.mark.skipif(not RUST_FRONT.exists(), reason="no vllm-rs"),
+]
+
+MODELS = ("first", "second")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two models of other weights, a worker and a front end each, and an edge."""
+    root = tmp_path_factory.mktemp("edge")
+    fleet = Fleet(root, "simulated")
+    other = Path(shutil.copytree(MODEL_PATH, root / "other"))
+    (other / "model.safetensors").unlink()
+    try:
+        fleet.start_control()
+        for name, path in zip(MODELS, (MODEL_PATH, other), strict=True):
+            seeded = ["--sim", "weights_seed=1"] if path is other else []
+            fleet.start_worker(f"w-{name}", seeded, wait=False, model=str(path))
+            start_front_end(fleet, name, str(path))
+        fleet.wait_instances([f"w-{name}" for name in MODELS])
+        fleet.start_edge(options=["--max-body-bytes", "65536", "--body-timeout", "2"])
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def start_front_end(fleet: Fleet, name: str, path: str) -> None:
+    """Start the front end of the model that users know as `name`."""
+    options = ["--served-model-name", name, "--place-wait", "5"]
+    fleet.start_frontend("rust", f"frontend-{name}", model=path, options=options)
+
+
+def edge_url(fleet: Fleet) -> str:
+    """Return the URL of the edge."""
+    return fleet.urls["edge"]
+
+
+def stream(api: openai.OpenAI, model: str, tokens: int = 32) -> openai.Stream[Any]:
+    """Begin a stream."""
+    return api.completions.create(
+        model=model, prompt="hello", max_tokens=tokens, temperature=0, stream=True,
+        extra_body={"min_tokens": tokens},
+    )  # fmt: skip
+
+
+def text(chunks: Any) -> str:
+    """Return the text of a stream."""
+    return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+def call(
+    url: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, method: str = ""
+) -> tuple[int, Any]:
+    """Return status and JSON of a request."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=WAIT_S)
+    try:
+        sent = {"content-type": "application/json", **(headers or {})}
+        connection.request(method or ("POST" if body else "GET"), path, body or None, sent)
+        reply = connection.getresponse()
+        content = reply.read()
+        return reply.status, json.loads(content) if content else None
+    finally:
+        connection.close()
+
+
+def test_each_model_answers_at_one_address(fleet: Fleet) -> None:
+    api = client(edge_url(fleet))
+    through = {model: text(stream(api, model)) for model in MODELS}
+    direct = {model: text(stream(client(fleet.urls[f"frontend-{model}"]), model)) for model in MODELS}
+    assert through == direct
+    assert through["first"] != through["second"]
+    assert [each.id for each in api.models.list()] == [*MODELS]
+
+
+def test_a_model_that_is_not_there(fleet: Fleet) -> None:
+    status, reply = call(edge_url(fleet), "/v1/completions", b'{"model": "third", "prompt": "x"}')
+    assert status == 404
+    assert reply["error"] == {
+        "message": "The model `third` does not exist.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
+    status, reply = call(edge_url(fleet), "/v1/completions", b'{"prompt": "x"}')
+    assert status == 400
+    assert "name one in the field model" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "problem"),
+    [
+        ("/v1/completions", b'{"model": "first"', 400, "The body"),
+        ("/v1/completions", b'{"model": 7}', 400, "model"),
+        ("/v1/completions", b'{"model": "' + b"a" * 70_000 + b'"}', 413, "larger than 65536 bytes"),
+        ("/metrics", b"", 404, "not served here"),
+        ("/reset_prefix_cache", b'{"model": "first"}', 404, "not served here"),
+        ("/edge/model/v1/models", b"", 404, "not served here"),
+    ],
+)
+def test_what_is_refused(fleet: Fleet, path: str, body: bytes, status: int, problem: str) -> None:
+    got, reply = call(edge_url(fleet), path, body)
+    assert got == status
+    assert problem in reply["error"]["message"]
+    assert reply["error"]["code"] == status
+
+
+def test_large_headers(fleet: Fleet) -> None:
+    headers = {"x-much": "a" * 100_000}
+    status, reply = call(edge_url(fleet), "/v1/completions", b'{"model": "first"}', headers)
+    assert status == 431
+    assert reply["error"]["code"] == 431
+
+
+def test_a_client_cannot_choose_the_cluster(fleet: Fleet) -> None:
+    headers = {"x-tailrace-cluster": "edge"}
+    body = b'{"model": "first", "prompt": "x", "max_tokens": 1}'
+    status, reply = call(edge_url(fleet), "/v1/completions", body, headers)
+    assert status == 200
+    assert reply["model"] == "first"
+
+
+def test_a_stream_goes_on_while_front_ends_come_and_go(fleet: Fleet) -> None:
+    api = client(edge_url(fleet))
+    expected = text(stream(api, "first", 400))
+    begun, received = threading.Event(), []
+
+    def read() -> None:
+        for chunk in stream(api, "first", 400):
+            received.append(chunk)
+            begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(WAIT_S)
+    # Its own front end finishes the stream, and is away for new ones at once.
+    stopping = threading.Thread(target=fleet.processes["frontend-first"].stop)
+    stopping.start()
+    away = b'{"model": "first"}'
+    wait_until(lambda: call(edge_url(fleet), "/v1/completions", away)[0] == 503, "it to be away")
+    assert text(stream(api, "second", 8))
+    reader.join(WAIT_S)
+    stopping.join(WAIT_S)
+    assert text(received) == expected
+    fleet.restart("frontend-first")
+    body = b'{"model": "first", "prompt": "x", "max_tokens": 1}'
+    wait_until(lambda: call(edge_url(fleet), "/v1/completions", body)[0] == 200, "it to be back")
+
+
+def test_strangers_are_refused_before_their_body(fleet: Fleet, tmp_path: Path) -> None:
+    keys = TenantKeys(tenants=(Tenant(name="a", models=("second",)),))
+    keys, key = keys.with_key("a", "now")
+    file = tmp_path / "keys.json"
+    file.write_bytes(msgspec.json.encode(keys))
+    fleet.start_edge("edge-keys", options=["--api-keys", str(file)])
+    url = fleet.urls["edge-keys"]
+    mine = {"authorization": f"Bearer {key}"}
+    try:
+        for path, body in (("/v1/completions", b"not json"), ("/v1/models", b"")):
+            for headers in (
+                {},
+                {"authorization": "Bearer sk-tailrace-0-0"},
+                {"authorization": f"Basic {key}"},
+            ):
+                status, reply = call(url, path, body, headers)
+                assert status == 401
+                assert "valid key" in reply["error"]["message"]
+        assert [each["id"] for each in call(url, "/v1/models", b"", mine)[1]["data"]] == ["second"]
+        body = b'{"model": "second", "prompt": "x", "max_tokens": 1}'
+        assert call(url, "/v1/completions", body, mine)[0] == 200
+        # Probes have no key.
+        assert call(url, "/ready")[0] == 200
+    finally:
+        fleet.processes["edge-keys"].stop()
+        fleet.forget("edge-keys")
+
+
+def test_an_edge_that_stops_finishes_its_streams(fleet: Fleet) -> None:
+    fleet.start_edge("edge-stops")
+    url = fleet.urls["edge-stops"]
+    begun, received = threading.Event(), []
+
+    def read() -> None:
+        for chunk in stream(client(url), "first", 300):
+            received.append(chunk)
+            begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(WAIT_S)
+    assert fleet.processes["edge-stops"].stop() == 0
+    reader.join(WAIT_S)
+    assert text(received) == text(stream(client(edge_url(fleet)), "first", 300))
+    fleet.forget("edge-stops")
+
+
+def test_a_body_that_does_not_come(fleet: Fleet) -> None:
+    url = urlsplit(edge_url(fleet))
+    with socket.create_connection((url.hostname, url.port), timeout=WAIT_S) as stalled:
+        stalled.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        reply = stalled.recv(65_536)
+    assert reply.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 2 seconds" in reply
+
+
+def test_http_2_and_many_streams_at_once(fleet: Fleet) -> None:
+    """HTTP/2 without TLS, as load balancers speak it."""
+    with httpx.Client(http1=False, http2=True, timeout=WAIT_S) as api:
+        body = {"model": "second", "prompt": "x", "max_tokens": 4}
+        replies = [api.post(f"{edge_url(fleet)}/v1/completions", json=body) for _ in range(8)]
+    assert [(reply.status_code, reply.http_version) for reply in replies] == [(200, "HTTP/2")] * 8
