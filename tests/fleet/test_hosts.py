@@ -152,6 +152,13 @@ def test_units_are_those_of_the_processes(tmp_path: Path) -> None:
     assert made.needs_keys and not systemd(file.fleet, options, "b").needs_keys
 
 
+def test_a_part_may_take_as_long_as_its_flags_say(tmp_path: Path) -> None:
+    file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.flags.drain-timeout", "10m"))
+    unit = systemd(file.fleet, options, "a").files["units/tailrace-worker-a-0.service"]
+    assert "TimeoutStopSec=630" in unit
+    assert "stop_grace_period: 630s" in compose(file.fleet, options, "a").files["compose.yaml"]
+
+
 def test_start_scripts_are_shell(tmp_path: Path) -> None:
     file, options = read(tmp_path, TWO_HOSTS)
     for make in (systemd, compose):
