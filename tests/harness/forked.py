@@ -49,6 +49,8 @@ _VLLM: Final = [
     "worker_agent.engine.vllm.engine",
     "vllm.v1.worker.cpu_worker",
     "frontend_svc.api_server.python_app",
+    # The API server imports it, and it compiles dozens of grammars if all its extras are installed.
+    "jsonschema",
 ]
 _ROOT: Final = Path(__file__).parents[2]
 # How long one may take to import vLLM, on a machine that does much else.
@@ -95,6 +97,8 @@ class _Server:
                     self._process = subprocess.Popen(
                         [sys.executable, "-m", "tests.harness.preloaded", str(fd), *self._modules],
                         cwd=_ROOT,
+                        # As a front end sets it for its API server; it counts when vLLM is imported.
+                        env={**os.environ, "HF_HUB_OFFLINE": "1"},
                         pass_fds=[fd],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.DEVNULL,
@@ -141,8 +145,7 @@ class ForkedCommand:
             # A process group of its own, so that killing it includes its children.
             session=True,
             dies_with_client=False,
-            # A front end starts vLLM's API server with it.
-            python=_python(known) if (known := _SERVERS[True].known) else "",
+            python=api_server_python(),
         )
         self._returncode: int | None = None
         self._asking = threading.Lock()
@@ -198,6 +201,16 @@ class ForkedCommand:
 def forking_python(vllm: bool) -> str:
     """Return the path of a `python` whose processes are forked, with vLLM imported or not."""
     return _python(_SERVERS[vllm].path())
+
+
+def api_server_python() -> str:
+    """Return `forking_python(vllm=True)` if the run forks from such a process already, else "".
+
+    A front end whose `sys.executable` it is starts vLLM's API server so. For one API server alone, importing
+    vLLM there costs no more.
+    """
+    known = _SERVERS[True].known
+    return _python(known) if known else ""
 
 
 def servers() -> dict[bool, str]:

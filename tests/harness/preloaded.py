@@ -53,7 +53,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     session: bool
     # Killed as soon as the client closes the connection.
     dies_with_client: bool
-    # sys.executable; empty: the server's.
+    # sys.executable; empty: the server's own.
     python: str = ""
 
 
