@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+# Not SIGINT: Ctrl-C in a terminal reaches both.
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     for fd in fds:
         os.close(fd)
     pid = int(connection.recv(64))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in _FORWARDED:
         signal.signal(number, lambda number, frame: _forward(pid, number))
     code = int(connection.recv(64) or 1)

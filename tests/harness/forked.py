@@ -55,7 +55,7 @@ _VLLM: Final = [
 _ROOT: Final = Path(__file__).parents[2]
 # How long one may take to import vLLM, on a machine that does much else.
 _IMPORTS_S: Final = 300.0
-# How long `end_servers` may hold up the end of a run.
+# How long each may hold up the end of a run.
 _END_S: Final = 30.0
 
 
@@ -63,10 +63,11 @@ def _python(path: str) -> str:
     return os.path.join(os.path.dirname(path), "python")
 
 
-class _Server:
+class ForkServer:
     """A process that forks others (preloaded.py). It starts when it is first needed."""
 
     def __init__(self, modules: Sequence[str]) -> None:
+        """`modules`: what it imports."""
         self._modules = modules
         self._path = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,6 +107,10 @@ class _Server:
                 self._path = path
         return self._path
 
+    def python(self) -> str:
+        """Return the path of a `python` whose processes are forked from it."""
+        return _python(self.path())
+
     def connect(self) -> socket.socket:
         """Return a connection to it. It answers once it has imported its modules."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -129,7 +134,7 @@ class _Server:
 
 
 # By whether they have imported vLLM.
-_SERVERS: Final = {False: _Server(_SERVICES), True: _Server(_VLLM)}
+_SERVERS: Final = {False: ForkServer(_SERVICES), True: ForkServer(_VLLM)}
 
 
 class ForkedCommand:
@@ -200,7 +205,7 @@ class ForkedCommand:
 
 def forking_python(vllm: bool) -> str:
     """Return the path of a `python` whose processes are forked, with vLLM imported or not."""
-    return _python(_SERVERS[vllm].path())
+    return _SERVERS[vllm].python()
 
 
 def api_server_python() -> str:

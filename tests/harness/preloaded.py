@@ -58,8 +58,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Server:
-    def __init__(self, listener: socket.socket, set_by_imports: Mapping[str, str]) -> None:
+    def __init__(
+        self, listener: socket.socket, set_by_imports: Mapping[str, str], on_interrupt: signal._HANDLER
+    ) -> None:
         self._set_by_imports = set_by_imports
+        self._on_interrupt = on_interrupt
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -124,6 +127,7 @@ class _Server:
         return None
 
     def _become(self, start: Start, fds: Sequence[int], client: socket.socket) -> None:
+        signal.signal(signal.SIGINT, self._on_interrupt)
         self._selector.close()
         for mine in (self._listener, self._woken, self._wakes, *self._clients.values()):
             mine.close()
@@ -202,6 +206,8 @@ def _run(start: Start) -> int:
 def main() -> None:
     """Entry point."""
     listener, *modules = sys.argv[1:]
+    # Ctrl-C in a terminal is for those who use this one: they end it.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Before there are threads, if an import starts some.
     resource_tracker.ensure_running()
     tracker = resource_tracker._resource_tracker
@@ -213,7 +219,8 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    start = _Server(_moved(socket.socket(fileno=int(listener))), set_by_imports).run()
+    listening = _moved(socket.socket(fileno=int(listener)))
+    start = _Server(listening, set_by_imports, on_interrupt).run()
     if start is None:
         # Waits for its end, and so for that of all that use it.
         tracker._stop()  # type: ignore[attr-defined]
