@@ -18,7 +18,7 @@ from xdist.workermanage import WorkerController
 
 from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
-from tests.harness.forked import end_servers, forking_python, servers, use_servers
+from tests.harness.forked import end_servers, servers, start_servers, use_servers
 from tests.leftovers import end_with_this_process
 from tests.machine import free_cores
 from tests.ports import free_port
@@ -108,9 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
     """Fork the workers of a whole run from one process: each would import vLLM to collect the tests."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        forking_python(vllm=False)
+        python = start_servers()
         for spec in specs:
-            spec.python = forking_python(vllm=True)
+            spec.python = python
 
 
 @pytest.hookimpl(optionalhook=True)

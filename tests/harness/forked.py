@@ -41,13 +41,19 @@ _SERVICES: Final = [
     "worker_agent.worker",
     "worker_agent.engine.simulated",
 ]
-# Those that a worker with a vLLM engine imports, and the process of vLLM's API server.
-_VLLM: Final = [
+# Those that a worker with a vLLM engine imports.
+_VLLM_WORKER: Final = [
     "tailrace.cli.main",
     "worker_agent.serving",
     "worker_agent.worker",
     "worker_agent.engine.vllm.engine",
+    # It replaces classes of torch: nothing for other processes.
     "vllm.v1.worker.cpu_worker",
+]
+# Those that the tests of vLLM engines import when they are collected, and the process of vLLM's API server.
+_VLLM: Final = [
+    "tailrace.cli.main",
+    "worker_agent.engine.vllm.engine",
     "frontend_svc.api_server.python_app",
     # The API server imports it, and it compiles dozens of grammars if all its extras are installed.
     "jsonschema",
@@ -133,8 +139,11 @@ class ForkServer:
         shutil.rmtree(os.path.dirname(self._path))
 
 
-# By whether they have imported vLLM.
-_SERVERS: Final = {False: ForkServer(_SERVICES), True: ForkServer(_VLLM)}
+_SERVERS: Final = {
+    "services": ForkServer(_SERVICES),
+    "vLLM workers": ForkServer(_VLLM_WORKER),
+    "vLLM": ForkServer(_VLLM),
+}
 
 
 class ForkedCommand:
@@ -154,7 +163,7 @@ class ForkedCommand:
         )
         self._returncode: int | None = None
         self._asking = threading.Lock()
-        self._connection = _SERVERS[vllm].connect()
+        self._connection = _SERVERS["vLLM workers" if vllm else "services"].connect()
         with open(os.devnull, "rb") as nothing, log.open("ab") as out:
             fds = [nothing.fileno(), out.fileno(), out.fileno()]
             socket.send_fds(self._connection, [msgspec.json.encode(start)], fds)
@@ -203,30 +212,31 @@ class ForkedCommand:
         return code
 
 
-def forking_python(vllm: bool) -> str:
-    """Return the path of a `python` whose processes are forked, with vLLM imported or not."""
-    return _SERVERS[vllm].python()
+def start_servers() -> str:
+    """Start all from which a run forks. Return the path of a `python` whose processes have imported vLLM."""
+    for server in _SERVERS.values():
+        server.path()
+    return _SERVERS["vLLM"].python()
 
 
 def api_server_python() -> str:
-    """Return `forking_python(vllm=True)` if the run forks from such a process already, else "".
+    """Return what `start_servers` has returned in this run, "" if they were not started.
 
-    A front end whose `sys.executable` it is starts vLLM's API server so. For one API server alone, importing
-    vLLM there costs no more.
+    A front end whose `sys.executable` it is starts vLLM's API server so.
     """
-    known = _SERVERS[True].known
+    known = _SERVERS["vLLM"].known
     return _python(known) if known else ""
 
 
-def servers() -> dict[bool, str]:
-    """Return where those listen that have started, by whether they have imported vLLM."""
-    return {vllm: server.known for vllm, server in _SERVERS.items() if server.known}
+def servers() -> dict[str, str]:
+    """Return where those listen that have started, by name."""
+    return {name: server.known for name, server in _SERVERS.items() if server.known}
 
 
-def use_servers(paths: Mapping[bool, str]) -> None:
+def use_servers(paths: Mapping[str, str]) -> None:
     """Use those of another process, which ends them."""
-    for vllm, path in paths.items():
-        _SERVERS[vllm].use(path)
+    for name, path in paths.items():
+        _SERVERS[name].use(path)
 
 
 def end_servers() -> None:
