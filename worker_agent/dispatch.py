@@ -15,7 +15,8 @@ from worker_agent.engine.base import Engine, Pull, RequestKey, Submission
 from worker_agent.frontends import FrontEnd, FrontEnds, failed_here
 from worker_agent.held import HeldQueries
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.registry import Exports, Imports
+from worker_agent.migration.source import Exports
+from worker_agent.migration.target import Imports
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.pulls import Pulls
 from worker_agent.running_requests import RunningRequests

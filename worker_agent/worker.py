@@ -40,9 +40,8 @@ from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.copying import LinkBudget
 from worker_agent.migration.export_call import SourceLink
-from worker_agent.migration.registry import Exports, Imports
-from worker_agent.migration.source import SourceParts
-from worker_agent.migration.target import TargetParts
+from worker_agent.migration.source import Exports, SourceParts
+from worker_agent.migration.target import Imports, TargetParts
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import Copies, LoanLink, PromptLink, PullParts, Pulls

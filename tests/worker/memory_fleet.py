@@ -30,9 +30,8 @@ from worker_agent.kv.client import Deliver
 from worker_agent.kv.server import Session
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.export_call import Lease, SourceFailed, SourceLink, SourceLost
-from worker_agent.migration.registry import Exports, ImportRefused, Imports
-from worker_agent.migration.source import SourceParts
-from worker_agent.migration.target import TargetParts
+from worker_agent.migration.source import Exports, SourceParts
+from worker_agent.migration.target import ImportRefused, Imports, TargetParts
 from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.pulls import LoanLink, LoanLost, PullParts, Pulls
 from worker_agent.registration import Addressee

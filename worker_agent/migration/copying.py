@@ -20,28 +20,66 @@ from tailrace.model_identity import ModelIdentity, difference
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, EngineInfo, ExportedPause, RequestKey, Submission
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
-from worker_agent.kv.address import BlockTransfer, KvTransferError, layout_difference
+from worker_agent.kv.address import BlockTransfer, KvIdentityError, KvTransferError, layout_difference
+from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.export_call import (
+    SourceFailed,
     SourceLink,
     SourceLost,
     block_hashes,
     pause_of,
 )
 
+ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
+GONE: Final = types_pb2.MIGRATION_STATE_GONE
 
-class CannotMove(Exception):
-    """The request can move neither live nor by replay; the message names the setting."""
+
+class Abort(Exception):
+    """The import ends without a commit; the message says why.
+
+    `state`: the migration's end; GONE if the request has left its source.
+    """
+
+    def __init__(self, reason: str, state: types_pb2.MigrationState.ValueType = ABORTED) -> None:
+        super().__init__(reason)
+        self.state = state
+
+
+# What ends a copy, besides Abort.
+COPY_FAILURES: Final = (TimeoutError, SourceFailed, SourceLost, EngineRefusal, KvCorrupt, KvTransferError)
+
+
+def abort_of(error: Exception, late: str, metrics: WorkerMetrics) -> Abort:
+    """Return the abort that follows from one of COPY_FAILURES; `late`: the reason of one for lack of time."""
+    match error:
+        case TimeoutError():
+            return Abort(late)
+        case SourceFailed():
+            return Abort(f"source: {error}", GONE if error.gone else ABORTED)
+        case SourceLost():
+            return Abort(f"source: {error}")
+        case EngineRefusal():
+            return Abort(f"target: {error}")
+        case KvCorrupt():
+            metrics.kv_checksum_failures += 1
+            return Abort(f"KV corrupted in transfer: {error}")
+        case KvIdentityError():
+            metrics.kv_identity_failures += 1
+        case _:
+            metrics.kv_transfer_failures += 1
+    return Abort(f"KV transfer: {error}")
 
 
 def handover_to(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
-    """Return how the request moves to an engine of this kind. Raise CannotMove. Pure.
+    """Return how the request moves to an engine of this kind. Pure.
 
-    A replay needs the same model computed in the same number formats; otherwise the answer would continue
-    differently.
+    Raise Abort if it can move neither live nor by replay; the message names the setting. A replay needs the
+    same model computed in the same number formats; otherwise the answer would continue differently.
     """
     if info.handover.mode is TransferMode.STAYS:
-        raise CannotMove(f"target: {info.handover.reason}")
+        raise Abort(f"target: {info.handover.reason}")
     layouts = layout_difference(info.kv_shape, opened.layout)
     if opened.replay_reason:
         handover = by_replay(f"source: {opened.replay_reason}")
@@ -54,7 +92,7 @@ def handover_to(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
     if opened.layout.model_fingerprint != info.kv_shape.model_fingerprint:
         models = difference(_identity(opened), info.identity)
         if models:
-            raise CannotMove(models)
+            raise Abort(models)
     return handover
 
 
