@@ -27,8 +27,7 @@ from frontend_svc.fair_gate import FairMetrics
 from frontend_svc.fleet import Fleet, ServedModel
 from frontend_svc.links import Loss, WorkerLinks, abort_message
 from frontend_svc.liveness import Liveness
-from frontend_svc.load import Load, load_of
-from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
+from frontend_svc.observer import FrontendMetrics, Load, RequestTraces, StreamObserver, load_of
 from frontend_svc.outputs import NamedOutput, Outputs, Unsent
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import InstanceChooser

@@ -62,7 +62,7 @@ def _none_forbidden() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a request that has no instance may be placed, as recovery.py and probation.py decide.
+    """Where a request that has no instance may be placed, as recovery.py decides.
 
     `avoid`: instances to use only if there is no other. `forbidden`: returns the instances that must not be
     used at the moment of the call; called before each attempt.

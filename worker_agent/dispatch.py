@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Suspects:
     """Requests that may have crashed an engine, accepted from one front end at a time.
 
-    A front end submits one of its own suspects to an instance at a time (frontend_svc/probation.py) but does
+    A front end submits one of its own suspects to an instance at a time (frontend_svc/recovery.py) but does
     not know of other front ends' suspects. The worker does, and rejects a second front end's.
     """
 
