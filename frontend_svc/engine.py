@@ -169,7 +169,7 @@ class FleetEngine:
             await asyncio.sleep(_EXIT_WAIT_S)
             raise
         async with supervised({"fleet statistics": self._tell_stats}):
-            await self._socket.receive(self)
+            await self._socket.receive(self._on_add, self._on_abort, self._on_utility)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no stream is left; return False if some are left after `timeout_s`."""
@@ -190,20 +190,20 @@ class FleetEngine:
         if not self.outputs.keeps_answers:
             self.requests.end_each(self.table, STOPPING, "the front end stops")
 
-    # ---- from the API server (EngineCoreSink)
+    # ---- from the API server
 
-    def on_add(self, frames: Sequence[bytes]) -> None:
-        """See EngineCoreSink."""
+    def _on_add(self, frames: Sequence[bytes]) -> None:
+        """Serve a new request (vLLM's EngineCoreRequest)."""
         self.requests.admit(frames)
 
-    def on_abort(self, request_ids: Sequence[str]) -> None:
-        """See EngineCoreSink."""
+    def _on_abort(self, request_ids: Sequence[str]) -> None:
+        """Free requests whose clients disconnected, or for which the API server found a stop string."""
         for name in request_ids:
             self.requests.abort(name)
         self._adoptions.check_pending()
 
-    def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
-        """See EngineCoreSink."""
+    def _on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
+        """Answer a call of an engine-core method, by an output message."""
         if self.outputs.handle_call(call):
             return
         if self._shared_adapters is not None and call.method in ADAPTER_CALLS:

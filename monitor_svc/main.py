@@ -11,10 +11,9 @@ from typing import Final
 import click
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
-from monitor_svc.feed import Feed, watch_silence
 from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
-from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
+from monitor_svc.servicer import MONITOR_SERVICE, Feed, MonitorServicer, add_to_server, watch_silence
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.numeric import Duration, WholeRange
 from tailrace.service.options import CommonOptions, common_options

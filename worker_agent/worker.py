@@ -42,7 +42,6 @@ from worker_agent.migration.copying import LinkBudget
 from worker_agent.migration.export_call import SourceLink
 from worker_agent.migration.source import Exports, SourceParts
 from worker_agent.migration.target import Imports, TargetParts
-from worker_agent.phase_events import PhaseEvents
 from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import Copies, LoanLink, PromptLink, PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
@@ -55,7 +54,7 @@ from worker_agent.registration import (
     replaced_message,
     wait_until_free,
 )
-from worker_agent.reports import Reports
+from worker_agent.reports import PhaseEvents, Reports
 from worker_agent.returns import Returns
 from worker_agent.running_requests import RunningRequests
 from worker_agent.servicer import WorkerServicer

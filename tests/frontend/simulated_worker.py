@@ -18,8 +18,8 @@ from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSett
 from worker_agent.frontends import FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.load import Heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.phase_events import PhaseEvents
 from worker_agent.progress import Progress, StepBounds
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.sink import FrontEndSink
 

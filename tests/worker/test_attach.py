@@ -24,7 +24,7 @@ from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.target import Imports
-from worker_agent.phase_events import PhaseEvents
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.sink import FrontEndSink
 

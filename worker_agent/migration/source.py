@@ -50,8 +50,8 @@ from worker_agent.migration.export_call import (
     Released,
     block_identities,
 )
-from worker_agent.phase_events import PhaseEvents
 from worker_agent.registration import Addressee
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequest, RunningRequests
 from worker_agent.settings import WorkerSettings
 

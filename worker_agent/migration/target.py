@@ -51,8 +51,8 @@ from worker_agent.migration.copying import (
     stop_to_replay,
 )
 from worker_agent.migration.export_call import SourceLink, SourceLost, exported_of, tickets_of
-from worker_agent.phase_events import PhaseEvents
 from worker_agent.registration import Addressee
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.spans import TransferSpans
