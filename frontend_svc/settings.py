@@ -17,7 +17,6 @@ from frontend_svc.api_server.spec import (
 )
 from tailrace.numeric import Duration, RealRange, WholeRange
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
-from tailrace.service.options import KEPT_ANSWERS
 from tailrace.service.settings import OneOf, setting
 from tailrace.service.vllm_line import NO_LINE, VllmLine
 
@@ -153,10 +152,11 @@ class Settings:
     body_limits: BodyLimits = DEFAULT_BODY_LIMITS
     keep_answers_s: float = setting(
         0.0,
-        "How long an answer is kept for a client that reconnects (Last-Event-ID, Idempotency-Key); at least "
-        "5 s; 0: off (--front python only).",
+        "How long an answer is kept for a client that reconnects (Last-Event-ID, Idempotency-Key); "
+        "0: off (--front python only).",
         "--keep-answers",
-        type=KEPT_ANSWERS,
+        # Answers expire in steps of 0.5 s, and clients take a while to come back.
+        type=Duration(min=5, max=1_000_000_000, or_zero=True),
         metavar="SECONDS",
     )
     # Enough for some thousands of long answers.
