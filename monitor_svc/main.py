@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
 
@@ -20,7 +19,6 @@ from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.tasks import supervised
-from tailrace.store.election import Election
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +65,8 @@ async def serve(
         ]
         async with (
             serve_grpc(common.listen, servicers, common.transport) as server,
-            AsyncExitStack() as membership,
+            await service.stand(server.address) as membership,
         ):
-            record = service.record(server.address)
-            await membership.enter_async_context(service.announced(record))
-            log.info("%s serves on %s", record.service_id, server.address)
-            election = Election(service.store, record)
-            election.start()
-            membership.push_async_callback(election.close)
 
             async def drain() -> None:
                 # Workers and schedulers switch to another monitor while this one still answers.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +48,7 @@ from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.settings import settings_options
 from tailrace.service.tasks import Loop, supervised
 from tailrace.service.watchdog import waited_for_core_s
-from tailrace.store.election import Election, Leadership
+from tailrace.store.election import Leadership
 from tailrace.telemetry.audit import audit_export
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
@@ -150,14 +150,8 @@ async def serve(
         async with (
             auditing(common.member_id, audit_log) as audit,
             serve_grpc(common.listen, parts.servicers, common.transport, [audit], allowed) as server,
-            AsyncExitStack() as membership,
+            await service.stand(server.address, leading) as membership,
         ):
-            record = service.record(server.address)
-            await membership.enter_async_context(service.announced(record))
-            log.info("%s serves on %s", record.service_id, server.address)
-            election = Election(service.store, record, leading)
-            election.start()
-            membership.push_async_callback(election.close)
 
             async def drain() -> None:
                 # Let another scheduler lead and serve front ends before this one stops answering.

@@ -24,10 +24,9 @@ from tailrace.v1 import worker_pb2
 from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from worker_agent.attach import AttachStreams, refusal_message
 from worker_agent.bidask.coordinator import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
-from worker_agent.dispatch import Admission, Dispatcher
+from worker_agent.dispatch import Admission, AttachStreams, Dispatcher, refusal_message
 from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.engines import kv_transport

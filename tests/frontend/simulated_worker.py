@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tailrace.service.message_stream import serve_streams
 from tailrace.v1 import worker_pb2
-from worker_agent.attach import AttachStreams
-from worker_agent.dispatch import Admission, Dispatcher
+from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 from worker_agent.frontends import FrontEnd, FrontEnds, send_heartbeats

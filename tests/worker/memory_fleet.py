@@ -19,8 +19,7 @@ from tailrace.perf.transfer_rate import TransferRate
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import cache_pb2, types_pb2, worker_pb2
 from tests.worker.simulated import request_frames
-from worker_agent.attach import AttachStreams
-from worker_agent.dispatch import Admission, Dispatcher
+from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
