@@ -169,7 +169,7 @@ class FleetEngine:
             await asyncio.sleep(_EXIT_WAIT_S)
             raise
         async with supervised({"fleet statistics": self._tell_stats}):
-            await self._socket.receive(self._on_add, self._on_abort, self._on_utility)
+            await self._socket.receive(self.requests.admit, self._on_abort, self._on_utility)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no stream is left; return False if some are left after `timeout_s`."""
@@ -191,10 +191,6 @@ class FleetEngine:
             self.requests.end_each(self.table, STOPPING, "the front end stops")
 
     # ---- from the API server
-
-    def _on_add(self, frames: Sequence[bytes]) -> None:
-        """Serve a new request (vLLM's EngineCoreRequest)."""
-        self.requests.admit(frames)
 
     def _on_abort(self, request_ids: Sequence[str]) -> None:
         """Free requests whose clients disconnected, or for which the API server found a stop string."""

@@ -48,8 +48,10 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         # Requests of the last steady report, and those that have changed since; None: gone.
         self._rows = self._no_rows()
         self._changed: dict[str, RequestView | None] = {}
-        # Requests whose rows may disagree with their known location: of the last report, and for the next.
-        self._to_check: list[tuple[str, int, Phase]] = []
+        # Id, epoch and phase of the requests of the last steady report whose location may be another one:
+        # rows that are not as in the report before, and those left unsettled since.
+        self.to_check: list[tuple[str, int, Phase]] = []
+        # Requests to check with the next steady report.
         self._unsettled: set[str] = set()
         # Trace contexts of requests that are traced, from events since the last steady report.
         self._traceparents: dict[str, str] = {}
@@ -77,7 +79,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             elif request_id not in rows:
                 left.add(request_id)
         self._unsettled.update(changed)
-        self._to_check = rows.changed_since(before, self._unsettled)
+        self.to_check = rows.changed_since(before, self._unsettled)
         self._unsettled.clear()
         self._changed = {}
         if migrating:
@@ -95,11 +97,6 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             self.coming[request_id] = 0
         self.reset_changes()
         return left - self.pending.keys() if self.pending else left
-
-    def to_check(self) -> list[tuple[str, int, Phase]]:
-        """Return id, epoch and phase of the requests of the last steady report whose location may be another
-        one: rows that are not as in the report before, and those left unsettled since."""
-        return self._to_check
 
     def reported_prompt_tokens(self, request_id: str) -> int:
         """Return the length of the prompt of a request of the last steady report."""
