@@ -168,6 +168,17 @@ class Settings:
     )
 
     @property
+    def pace_s(self) -> float | None:
+        """Seconds per token at which answers are shown if the request does not set it; 0 shows tokens as they
+        are generated, None leaves it to the policy that places the request."""
+        return None if self.pace_tpot_ms is None else self.pace_tpot_ms / 1e3
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers may begin with reasoning."""
+        return bool(self.line.last("reasoning_parser"))
+
+    @property
     def public_name(self) -> str:
         """The model name that users send."""
         return (self.line.flags.get("served_model_name") or (self.model,))[0]
