@@ -16,7 +16,7 @@ from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.loop import Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import MigrationStarter
-from scheduler_svc.settings import Settings
+from scheduler_svc.settings import ETCD_LAG_S, Settings
 from tailrace.actions import (
     Action,
     CopyPrefix,
@@ -60,8 +60,6 @@ _COPY_S: Final = 10.0
 _LOOP: Final = loop_named("actions")
 # Concurrent actions. Migrations beyond the migration service's own limits wait there, not here.
 _OPEN_MAX: Final = 512
-# Seconds within which etcd's watch delivers a write, or will not deliver it.
-_ETCD_LAG_S: Final = 5.0
 _PRECONDITION: Final = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -168,7 +166,7 @@ class Actuator:
             if not written:
                 self._settle_pool(order)
         # Etcd's watch delivers the move in a moment, unless another writer has reverted it meanwhile.
-        asyncio.get_running_loop().call_later(_ETCD_LAG_S, self._settle_pool, order)
+        asyncio.get_running_loop().call_later(ETCD_LAG_S, self._settle_pool, order)
         return "done"
 
     def _settle_pool(self, order: PoolOrder) -> None:

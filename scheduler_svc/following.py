@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from scheduler_svc.admin.validation import policy_record
-from scheduler_svc.settings import Conflict, Settings
+from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
 from tailrace.control.events import PolicyFollowed
 from tailrace.control.live import LiveControl
 from tailrace.control.runner import Call, Guard
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds within which etcd's watch delivers a write, or will not deliver it: etcd's data was replaced.
-_ETCD_LAG_S: Final = 5.0
 _RETRY_S: Final = 1.0
 
 
@@ -182,4 +180,4 @@ def hung_before() -> PolicyRecord | None:
 
 
 def _written(value: T, revision: int) -> _Written[T]:
-    return _Written(value, revision, time.monotonic() + _ETCD_LAG_S)
+    return _Written(value, revision, time.monotonic() + ETCD_LAG_S)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from tailrace.handover import LIVE, Handover, TransferMode, by_replay
 from tailrace.model_identity import ModelIdentity, difference
@@ -153,10 +153,8 @@ SHARE: Final = 0.5
 _BURST_S: Final = 0.1
 
 
-class Clock(Protocol):
-    """The used part of an event loop."""
-
-    def time(self) -> float: ...
+def _loop_time_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class LinkBudget:
@@ -168,12 +166,12 @@ class LinkBudget:
     wait for. One worker's incoming transfers share one budget, since their target drives them.
     """
 
-    def __init__(self, share: float = SHARE, clock: Clock | None = None) -> None:
-        """`share` in (0, 1]; 1: no limit. `clock`: the running event loop by default. Raise ValueError."""
+    def __init__(self, share: float = SHARE, now_s: Callable[[], float] = _loop_time_s) -> None:
+        """`share` in (0, 1]; 1: no limit. `now_s()`: seconds of one clock. Raise ValueError."""
         if not 0.0 < share <= 1.0:
             raise ValueError(f"a share of a link is above 0 and at most 1, not {share}")
         self._share = share
-        self._clock = clock
+        self._now_s = now_s
         self._budget_s = _BURST_S
         self._updated_s: float | None = None
         self._active = 0
@@ -207,9 +205,7 @@ class LinkBudget:
 
     def _update(self) -> None:
         """Update the budget to the present."""
-        if self._clock is None:
-            self._clock = asyncio.get_running_loop()
-        now_s = self._clock.time()
+        now_s = self._now_s()
         passed_s = 0.0 if self._updated_s is None else now_s - self._updated_s
         self._updated_s = now_s
         rate = self._share - (1.0 if self._active else 0.0)
