@@ -271,7 +271,7 @@ class Calls(Protocol):
     """Ask a policy; decides what happens if its answer is bad."""
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement: ...
-    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
+    def ask(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
         """Return the policy's actions; None if it failed."""
         ...
 
@@ -289,13 +289,10 @@ class PlainCalls:
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement:
         """Return the policy's placement. Raise PolicyFailed."""
-        return self._ask(policy_in_force, question)
+        return self.ask(policy_in_force, question)
 
-    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
-        """Return the policy's actions. Raise PolicyFailed."""
-        return self._ask(policy_in_force, question)
-
-    def _ask(self, policy_in_force: PolicyInForce, question: Asked[T]) -> T:
+    def ask(self, policy_in_force: PolicyInForce, question: Asked[T]) -> T:
+        """Return the policy's answer. Raise PolicyFailed."""
         try:
             return ask(policy_in_force.policy, question)
         except BadAnswer as error:
@@ -378,7 +375,7 @@ class PolicyRunner:
         self._last_tick = None if now_s is None else (self._policy_in_force.policy, now_s)
 
     def _decide(self, question: Question) -> None:
-        actions = self._calls.decide(self._policy_in_force, question)
+        actions = self._calls.ask(self._policy_in_force, question)
         name = self._policy_in_force.name
         for watcher in self.watchers:
             watcher.decided(name, question, actions)
@@ -472,10 +469,6 @@ class Guard:
         """Return the policy's placement, or that of `least_loaded`."""
         placement = self.ask(policy_in_force, question)
         return ask(self._fallback, question) if placement is None else placement
-
-    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
-        """Return the policy's actions; None if it failed."""
-        return self.ask(policy_in_force, question)
 
     def another(self) -> Guard:
         """Return a guard with the same budgets for a policy that decides nothing."""

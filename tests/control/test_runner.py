@@ -245,7 +245,7 @@ def test_a_failed_policy_is_replaced_by_the_fallback_and_counted() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
     calls = Guard(metrics)
     assert calls.place(Active(Broken()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
-    assert calls.decide(Active(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
+    assert calls.ask(Active(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
     assert metrics.failures == [("Broken", Point.PLACE), ("Broken", Point.PREFILL_DONE)]
     assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
     log = Log()
@@ -260,7 +260,7 @@ def test_valid_decisions_pass_unchanged() -> None:
     calls = Guard(metrics)
     assert calls.place(Active(Everywhere()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("a")
     question = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
-    assert calls.decide(Active(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
+    assert calls.ask(Active(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
     assert metrics.failures == []
     assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
 
