@@ -153,8 +153,7 @@ class EngineCoreSocket:
         on_utility: Callable[[UtilityCall, Sequence[bytes]], None],
     ) -> None:
         """Pass every message of the API server on, until cancelled: new requests, the ids of those to abort,
-        and
-        calls of engine-core methods with their frames."""
+        and calls of engine-core methods with their frames. None of these may block."""
         while True:
             kind, *frames = await self._input.recv_multipart()
             try:

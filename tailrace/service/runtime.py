@@ -204,9 +204,8 @@ class ServiceContext:
             await registration.withdraw()
 
     async def stand(self, address: str, leading: Leadership | None = None) -> AsyncExitStack:
-        """Register this service, which listens on HOST:PORT, and have it stand for leadership; closing what
-        is
-        returned, once or again, ends both. `leading` is set while it leads."""
+        """Register this service, which listens on HOST:PORT, and have it stand for leadership. Closing what
+        is returned, once or again, ends both. `leading` is set while it leads."""
         record = self.record(address)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.announced(record))

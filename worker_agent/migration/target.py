@@ -499,9 +499,8 @@ class ImportRefused(Exception):
 
 
 class Imports:
-    """Run each import in a task of its own that outlives the migration service's call, and tell it what
-    reaches
-    it from outside."""
+    """Run each import in a task of its own that outlives the migration service's call, and pass on what
+    reaches it from outside."""
 
     def __init__(self, parts: TargetParts, connect: Callable[[str, float], SourceLink]) -> None:
         """`connect(address, seconds)` opens an export at a source, with this deadline."""
