@@ -139,6 +139,7 @@ class Requests:
         """Serve one request until it ends; whoever ends it (`_close`) cancels this."""
         try:
             if self.fair_gate is not None and not stream.accepted:
+                # Until its tenant's turn has come; Refused if it does not come in time.
                 await self.fair_gate.turn(stream, _share_of(head), head.priority)
             await self._place(stream, Where())
             while True:

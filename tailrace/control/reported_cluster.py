@@ -244,7 +244,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.cache.apply(report)
         changes: list[PhaseChange] = []
         if report.HasField("load"):
-            gone = tracked.report(report, self._migrating.keys(), now_s)
+            gone = tracked.apply_steady(report, self._migrating.keys(), now_s)
             for request_id in gone:
                 self._request_left(request_id, report.instance_id)
             self._requests_reported(tracked, changes, now_s)
@@ -254,7 +254,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
                 self._count_recent(tracked, event, now_s)
                 tracked.finish(event.request_id)
                 self._request_left(event.request_id, report.instance_id)
-            elif (entered := tracked.event(event)) is not None:
+            elif (entered := tracked.enter_phase(event)) is not None:
                 self._phase_entered(entered, changes, now_s)
         self._mark_dirty(report.instance_id)
         return changes

@@ -63,7 +63,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     # ---- what happens
 
-    def report(self, report: monitor_pb2.WorkerReport, migrating: Set[str], now_s: float) -> set[str]:
+    def apply_steady(self, report: monitor_pb2.WorkerReport, migrating: Set[str], now_s: float) -> set[str]:
         """Apply a steady report; return the ids of requests that were here and are not any more."""
         load = self.load = report.load
         self.last_report_s = now_s
@@ -121,7 +121,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         self.add_pending(request.request_id, pending)
         return forgotten
 
-    def event(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
+    def enter_phase(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
         """Apply a phase event; return the request, or None if the phase is unknown."""
         phase = PHASES.get(event.phase)
         if phase is None:
