@@ -14,7 +14,6 @@ from rich.live import Live
 from rich.table import Table
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.long_table import lines
 from tailrace.cli.output import (
     Output,
     console,
@@ -38,6 +37,7 @@ from tailrace.cli.tables import (
     SHRINKING,
     STAGES,
     View,
+    lines,
 )
 from tailrace.messages import slo_of
 from tailrace.numeric import WholeRange

@@ -194,7 +194,7 @@ def test_whatever_a_policy_does_a_request_is_placed(
     failures = len(metrics.failures)
     assert not failures or placement == Place("b")
     for question in QUESTIONS:
-        decided = guard.decide(active, question)
+        decided = guard.ask(active, question)
         failures += decided is None
         assert all(is_sound(action) for action in decided or ())
     assert len(metrics.failures) == len(reasons) == failures
@@ -263,7 +263,7 @@ def test_a_run_that_must_not_guess_ends_at_a_bad_answer() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        PlainCalls().decide(Active(Interrupted()), QUESTIONS[-1])
+        PlainCalls().ask(Active(Interrupted()), QUESTIONS[-1])
 
 
 class Flaky(LeastLoaded):
@@ -284,16 +284,16 @@ def test_failures_in_a_row_at_one_point_suspend() -> None:
     tick = QUESTIONS[-1]
     for fails in (True, True, False, True, True):
         policy.fails = fails
-        guard.decide(active, tick)
+        guard.ask(active, tick)
         # An answer at another point does not count.
         guard.place(active, PLACE)
     assert reasons == []
-    guard.decide(active, tick)
+    guard.ask(active, tick)
     (reason,) = reasons
     assert reason.startswith("tick: raised ValueError: out of luck (test_guard.py:")
     assert reason.endswith(", 3 times in a row")
     # Another policy starts anew.
-    guard.decide(Active(Flaky()), tick)
+    guard.ask(Active(Flaky()), tick)
     assert len(reasons) == 1
 
 
@@ -332,7 +332,7 @@ def test_late_answers_suspend_unless_the_machine_was_busy(
     for _ in range(3):
         # A late answer is used.
         assert guard.place(active, PLACE) == Place("a")
-        guard.decide(active, QUESTIONS[-1])
+        guard.ask(active, QUESTIONS[-1])
     assert bool(reasons) is suspended
     assert reasons in ([], ["place: took 60 ms; its budget is 50 ms, 3 times in a row"])
     # The first one may be the machine's fault: it is not counted.
