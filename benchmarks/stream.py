@@ -2,8 +2,8 @@
 engine.
 
 With `--against clear`: Tailrace with certificates against Tailrace without; `--against edge`: behind an edge
-against without one. With `--against FOLDER`: this checkout against another one in which `make install` has been
-run, for instance an earlier revision.
+against without one. With `--against FOLDER`: this checkout against another one in which `make install` has
+been run, for instance an earlier revision.
 
 Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
 The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
