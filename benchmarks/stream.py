@@ -235,7 +235,7 @@ def main() -> int:
         default="vllm",
         metavar="vllm|clear|edge|FOLDER",
         help="vllm: plain vllm serve; clear: Tailrace without certificates, against Tailrace with them; "
-        "edge: Tailrace without an edge, against Tailrace behind one; a folder: another checkout of Tailrace, "
+        "edge: Tailrace without an edge, against Tailrace behind one; a folder: another checkout of it, "
         "installed",
     )
     parser.add_argument("--engine", choices=["vllm", "simulated"], default="vllm", help="unless against vllm")
