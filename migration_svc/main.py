@@ -77,9 +77,16 @@ async def serve(
             journal = Journal(journal_path)
         history = History()
         metrics = MigrationMetrics(service.registry, lambda: len(runs), lambda: admission.waiting)
+        members = service.members
+
+        def begin_models() -> None:
+            metrics.begin_models({record.model for record in members.instances.values()})
+
+        begin_models()
+        members.add_listener(begin_models)
         traces = MigrationTraces(service.tracing)
         runs = Runs(service.channels, admission, journal, history, metrics, traces, rules)
-        servicer = MigrationServicer(runs, history, lambda: service.members.instances)
+        servicer = MigrationServicer(runs, history, lambda: members.instances)
         services = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
         try:
             await runs.clean_up()

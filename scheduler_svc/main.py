@@ -274,6 +274,10 @@ class Parts:
 
     def _follow_members(self) -> None:
         self.control.handle(MembersChanged(KnownMembers.of(self._members), time.monotonic()))
-        self.metrics.keep_instances(self._members.instances)
+        services = self._members.services.items()
+        self.metrics.keep_members(
+            {name: record.model for name, record in self._members.instances.items()},
+            {name: record.model for (kind, name), record in services if kind == "frontend"},
+        )
         self._following.follow()
         self.metrics.in_force(self.active.name)
