@@ -129,6 +129,7 @@ class Requests:
         self._serving: dict[int, _Serving] = {}
         # Requests that wait for their turn or for an instance.
         self._unplaced: set[int] = set()
+        # Set at the next change.
         self._fleet_changed = asyncio.Event()
         # Instances that rejected a request as busy, each with the monotonic time until which it gets none.
         self._busy: dict[str, float] = {}
@@ -170,7 +171,7 @@ class Requests:
     async def _place(self, stream: Stream, where: Where) -> None:
         """Ask for an instance until one has the request. Raise _NoInstance or Refused."""
         while True:
-            self._fleet_changed.clear()
+            changed = self._fleet_changed
             chosen = await self._choose(stream, where)
             placing_s = time.monotonic() - stream.placing_since_s
             if isinstance(chosen, Chosen):
@@ -190,7 +191,7 @@ class Requests:
                 raise _NoInstance(reason)
             try:
                 async with asyncio.timeout(min(_RETRY_S, wait_s - placing_s)):
-                    await self._fleet_changed.wait()
+                    await changed.wait()
             except TimeoutError:
                 pass
 
@@ -387,7 +388,9 @@ class Requests:
 
     def fleet_changed(self) -> None:
         """Have requests that wait for an instance try again now."""
+        # One that waits now, or is asking a scheduler, hears of it; the next change has an event of its own.
         self._fleet_changed.set()
+        self._fleet_changed = asyncio.Event()
 
     def _order(self, stream: Stream, order: Where | Returned) -> None:
         """Tell `_serve` what to do next. The newest order counts: a request that was returned, and whose

@@ -139,7 +139,8 @@ class Following:
 
         A policy whose call took more than a second is suspended when the call returns. If a call does not
         return within three, this process runs again, with the policy suspended from its beginning: a call
-        cannot be ended in any other way.
+        cannot be ended in any other way. Neither happens without a watchdog (TAILRACE_WATCHDOG_S=0), nor
+        while a call holds the interpreter's lock: then the watchdog's own timeout ends the process.
         """
         return watched_calls(self._current_call, self._on_late, self._on_hung)
 
@@ -151,9 +152,11 @@ class Following:
         return next((call for guard in self._guards() if (call := guard.call) is not None), None)
 
     def _on_late(self, call: object) -> None:
+        assert isinstance(call, Call)
         for guard in self._guards():
+            # In the watchdog's thread: by the next line the call may have ended, and another one begun.
             if guard.call is call:
-                guard.stuck = guard.call
+                guard.stuck = call
 
     def _on_hung(self, call: object, seconds: float) -> None:
         assert isinstance(call, Call)

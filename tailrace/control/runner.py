@@ -336,16 +336,17 @@ class PolicyRunner:
         """
         view = self._model.view_for_arrival(arrival.model, at.model_s)
         question = PlaceQuestion(view, arrival, at.policy_s)
+        name = self._policy_in_force.name
         placement = self._calls.place(self._policy_in_force, question)
         for watcher in self.watchers:
-            watcher.placed(self._policy_in_force.name, question, placement)
+            watcher.placed(name, question, placement)
         admission = self._policy_in_force.admission
         if admission is None or isinstance(placement, Refuse):
             return placement
         evaluated = admission.evaluate(view, arrival, placement)
         if isinstance(evaluated, Refuse) and placement.also:
             # For instance the pool move that the next request needs.
-            self._executor.submit(placement.also, self._policy_in_force.name)
+            self._executor.submit(placement.also, name)
         return evaluated
 
     def request_changed(self, point: Point, request: RequestView, at: Moment) -> None:
@@ -375,12 +376,13 @@ class PolicyRunner:
         self._last_tick = None if now_s is None else (self._policy_in_force.policy, now_s)
 
     def _decide(self, question: Question) -> None:
+        # Before the call, which may be the one that suspends this policy.
+        name, when_full = self._policy_in_force.name, self._policy_in_force.declared.when_full
         actions = self._calls.ask(self._policy_in_force, question)
-        name = self._policy_in_force.name
         for watcher in self.watchers:
             watcher.decided(name, question, actions)
         if actions:
-            self._executor.submit(actions, name, self._policy_in_force.declared.when_full)
+            self._executor.submit(actions, name, when_full)
 
 
 class CallMetrics(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -29,10 +29,12 @@ from tailrace.control.runner import (
     Asked,
     Budgets,
     Guard,
+    Moment,
     PlaceQuestion,
     PlainCalls,
     Point,
     PolicyFailed,
+    PolicyRunner,
     Question,
     ask,
 )
@@ -42,7 +44,7 @@ from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.registry import Declared, UnusablePolicyError, declared
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
-from tests.control.test_runner import ARRIVAL, Active, CallLog
+from tests.control.test_runner import ARRIVAL, Active, CallLog, Model
 from tests.policy.fleets import cluster, instance, quick, request
 
 REQUEST = request("r", "a")
@@ -239,6 +241,66 @@ def test_attributes_are_read_once_and_checked(
         assert "'declaring'" in str(error)
     else:
         assert raised is None and getattr(found, field) == value
+
+
+class Agreeable(str):
+    """A text that equals everything, and counts how often it is compared."""
+
+    compared: ClassVar[list[object]] = []
+
+    def __eq__(self, other: object) -> bool:
+        self.compared.append(other)
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        self.compared.append(other)
+        return False
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Place(Agreeable("a")),
+        Place("a", pull_from=Agreeable("nobody")),
+        Place("a", also=Agreeable("x")),  # type: ignore[arg-type]
+        Place("a", also=(Migrate(Agreeable("r"), "a", "b", "x"),)),
+        Place("a", also=(Migrate("r", Agreeable("a"), "b", "x"),)),
+    ],
+)
+def test_objects_of_a_policy_are_not_compared(placement: Place) -> None:
+    """Whatever passed would run the policy's code later, where nobody guards it."""
+
+    class Sly(LeastLoaded):
+        def place(self, view: Any, arrival: Any, now: float) -> Any:
+            return placement
+
+    Agreeable.compared.clear()
+    with pytest.raises(BadAnswer):
+        ask(Sly(), PLACE)
+    assert Agreeable.compared == []
+
+
+def test_actions_belong_to_the_policy_that_was_asked() -> None:
+    """Also where the call is the last one before another policy decides."""
+    submitted: list[tuple[str, Any]] = []
+
+    class Executor:
+        def submit(self, actions: Any, policy: str, when_full: Any = None) -> None:
+            submitted.append((policy, when_full))
+
+    active = ActivePolicy(PolicyRecord(name="pascal"))
+    asked = (active.name, active.declared.when_full)
+
+    class Suspending(PlainCalls):
+        def ask(self, policy: Any, question: Any) -> Any:
+            active.follow(PolicyRecord(name="pascal", suspended="late"), Slo())
+            return (Migrate("r", "a", "b", "x"),)
+
+    runner = PolicyRunner(Model(), active, Executor(), Suspending())
+    runner.request_changed(Point.REASONING_ENDED, REQUEST, Moment(0.0, 0.0))
+    assert submitted == [asked]
 
 
 def test_endless_actions_are_cut_off() -> None:

@@ -333,8 +333,8 @@ class Import:
         # front end must be told that it does not.
         self.committed = True
         self._parts.metrics.imports["committed"] += 1
-        await self._activate(opened, paused, next_index)
-        self._report_commit(opened, paused, next_index)
+        runs = await self._activate(opened, paused, next_index)
+        self._report_commit(opened, paused, next_index, runs)
         await self._end_source(True, "")
 
     async def _ask_front_end(self, adopt: worker_pb2.Adopt) -> None:
@@ -372,8 +372,9 @@ class Import:
         await front_end.closed.wait()
         self._adopt_settled.set()
 
-    async def _activate(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:
-        """Run the request on this engine, or tell the front end that it does not run here."""
+    async def _activate(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> bool:
+        """Run the request on this engine, or tell the front end that it does not run here, and return
+        False."""
         front_end, key, epoch = self._front_end, self.key, self._request.epoch
         assert front_end is not None and key is not None
         try:
@@ -401,14 +402,20 @@ class Import:
             front_end.send(failed_here(self.request_id, key.handle, epoch, next_index))
             self._parts.running.remove(key)
             await self._parts.engine.import_drop(self.request_id)
+            return False
+        return True
 
-    def _report_commit(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:
+    def _report_commit(
+        self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int, runs: bool
+    ) -> None:
         phase = self._phase(opened)
         pause_s = time.monotonic() - paused.since_s
         interval_ms = paused.pause.token_interval_ms
-        self._parts.metrics.pause_seconds.observe(pause_s)
-        self._parts.events.changed(self.request_id)
-        self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
+        if runs:
+            # Otherwise it stands still until another instance has recomputed it.
+            self._parts.metrics.pause_seconds.observe(pause_s)
+            self._parts.events.changed(self.request_id)
+            self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
         self._emit(
             worker_pb2.ImportEvent(
                 state=COMMITTED,
