@@ -25,6 +25,8 @@ MODEL_CHOICE: Final = "/edge/model"
 """Prefix of the path of a question with the body."""
 EDGE: Final = "edge"
 """The cluster of the edge itself."""
+EDGE_CONNECTIONS: Final = 64
+"""Most connections of Envoy to the edge, with a question at a time each."""
 OWN_PATHS: Final = ("/v1/models", "/ready", "/health", "/ping")
 """What the edge answers."""
 
@@ -64,6 +66,7 @@ _RETRY_AFTER: Final = {
     "header": {"key": "retry-after", "value": "2"},
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
+_UNLIMITED: Final = 1 << 20
 # Beyond, clusters and endpoints of a file would be of no real fleet.
 _MODELS_MAX: Final = 1_000
 
@@ -318,6 +321,8 @@ def _edge(socket: Path) -> dict[str, Any]:
         "name": EDGE,
         "type": "STATIC",
         "connect_timeout": _seconds(_CONNECT_S),
+        # It answers one after the other: more connections than its socket's backlog would be refused.
+        "circuit_breakers": _limits(max_connections=EDGE_CONNECTIONS),
         "load_assignment": {
             "cluster_name": EDGE,
             "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _pipe(socket)}}]}],
@@ -334,12 +339,13 @@ def _cluster(name: str, folder: Path) -> dict[str, Any]:
         "connect_timeout": _seconds(_CONNECT_S),
         "lb_policy": "LEAST_REQUEST",
         # As many as front ends take: they say what is too much.
-        "circuit_breakers": {
-            "thresholds": [
-                {"max_connections": 1 << 20, "max_pending_requests": 1 << 20, "max_requests": 1 << 20}
-            ]
-        },
+        "circuit_breakers": _limits(max_connections=_UNLIMITED),
     }
+
+
+def _limits(max_connections: int) -> dict[str, Any]:
+    limits = {"max_connections": max_connections, "max_pending_requests": _UNLIMITED}
+    return {"thresholds": [{**limits, "max_requests": _UNLIMITED}]}
 
 
 def _file(path: Path) -> dict[str, Any]:

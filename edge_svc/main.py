@@ -18,7 +18,7 @@ import click
 import msgspec
 from aiohttp import web
 
-from edge_svc.configuration import DEFAULT_BOUNDS, Bounds, bootstrap
+from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, Bounds, bootstrap
 from edge_svc.directory import Directory, directory
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
@@ -157,7 +157,7 @@ async def serve(
         runner = web.AppRunner(answers.app(), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.UnixSite(runner, str(folder / "edge.sock")).start()
+        await web.UnixSite(runner, str(folder / "edge.sock"), backlog=2 * EDGE_CONNECTIONS).start()
         server = await stack.enter_async_context(serve_grpc(common.listen, [], common.transport))
         await server.set_serving(False)
         own = common.advertised(settings.http)

@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -302,3 +303,14 @@ def test_when_the_proxy_ends_the_edge_ends(fleet: Fleet) -> None:
     wait_until(lambda: not edge.alive, "the edge to end")
     assert "Envoy ended with status -9" in edge.text()
     fleet.forget("edge-dies")
+
+
+def test_as_many_requests_at_once_as_come(fleet: Fleet) -> None:
+    """They wait for their turn at the edge; more than its socket's backlog are not refused."""
+    body = b'{"model": "first", "prompt": "x", "max_tokens": 1}'
+
+    def one(_: int) -> int:
+        return call(edge_url(fleet), "/v1/completions", body)[0]
+
+    with ThreadPoolExecutor(400) as pool:
+        assert set(pool.map(one, range(400))) == {200}
