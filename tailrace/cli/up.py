@@ -29,13 +29,14 @@ from tailrace.cli.fleet_file import (
     read_fleet_file,
     require_alone,
 )
-from tailrace.cli.line import count, with_line
+from tailrace.cli.line import TINY_ARGUMENTS, count, with_line
+from tailrace.cli.line_check import needs_vllm, refusal
 from tailrace.cli.output import note
 from tailrace.fleet.hosts import control_hosts
 from tailrace.local.certificates import issue_certificates
 from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, Tier
-from tailrace.local.ports import PortUnavailable, require_free
+from tailrace.local.ports import LOOPBACK, PortUnavailable, require_free
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
 from tailrace.local.progress import make_progress
 from tailrace.local.requirements import (
@@ -61,7 +62,7 @@ from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, lo
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError
 from tailrace.service.settings import settings_options
-from tailrace.service.vllm_line import VllmCommand
+from tailrace.service.vllm_line import NO_LINE, VllmCommand
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
@@ -246,6 +247,7 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
                 if not TOKENIZER_FLAGS & model.line.flags.keys():
                     require_tokenizer(model.model)
                 require_installed(model, lambda text: note(f"tailrace up: {text}"))
+                _check_line(model)
         if plan.tier(Tier.FRONTEND):
             require_free(*(parse_address(options.edge) if options.edge else (options.host, options.port)))
         shutil.rmtree(folder.data, ignore_errors=True)
@@ -264,6 +266,23 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
         raise CliError(str(error)) from error
     except OSError as error:
         raise RunFolderUnusable.of(folder.path, error) from error
+
+
+def _check_line(options: ClusterOptions) -> None:
+    """Raise UsageProblem if a service or vLLM would refuse what was given, once it is started."""
+    defaults = replace(
+        options,
+        line=NO_LINE,
+        host=LOOPBACK,
+        frontend_arguments=(),
+        worker_arguments=TINY_ARGUMENTS if options.worker_arguments == TINY_ARGUMENTS else (),
+    )
+    if options == defaults:
+        return
+    if needs_vllm(options):
+        note("tailrace up: checking the flags, for which vLLM is loaded")
+    if problem := refusal(options):
+        raise UsageProblem(problem)
 
 
 async def _run(

@@ -172,6 +172,8 @@ def test_a_small_disk_is_reported_before_anything_starts(here: WorkingFolder) ->
         (("--headless",), "--headless: workers serve no HTTP as it is"),
         (("-dp", "2"), "--data-parallel-size: replicas are workers (--workers N)"),
         (("--config", "/no/such.yaml"), "--config /no/such.yaml: "),
+        (("--front", "rust", "--host", "0.0.0.0"), "0.0.0.0:8000 can be reached from other machines"),
+        (("a/b/c",), "no folder a/b/c"),
     ],
 )
 def test_usage_errors(
