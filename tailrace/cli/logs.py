@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from tailrace.cli.errors import CliError, UsageProblem
-from tailrace.local.state import RunFolder
+from tailrace.local.state import RUN_DIR_ENV, RunFolder
 from tailrace.numeric import WholeRange
 
 _POLL_S = 0.5
@@ -28,10 +28,13 @@ def logs(part: str | None, follow: bool, lines: int) -> None:
     PART is its name, or the beginning of one (worker). The logs outlast the cluster, until the next one
     starts. Elsewhere use journalctl -u 'tailrace-*', or docker compose logs.
     """
-    folder = RunFolder.default().logs
+    folder = RunFolder.nearest().logs
     files = {file.name.removesuffix(_SUFFIX): file for file in sorted(folder.glob(f"*{_SUFFIX}"))}
     if not files:
-        raise CliError(f"no logs in {folder}: no local cluster was started here (tailrace up)")
+        raise CliError(
+            f"no logs in {folder}: no local cluster was started here (tailrace up starts one; {RUN_DIR_ENV} "
+            "names another's .run folder)"
+        )
     exact = part is not None and part in files
     chosen = {
         name: file

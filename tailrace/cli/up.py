@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -62,7 +63,7 @@ from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, lo
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError
 from tailrace.service.settings import settings_options
-from tailrace.service.vllm_line import NO_LINE, VllmCommand
+from tailrace.service.vllm_line import GIVEN, NO_LINE, VllmCommand
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
@@ -108,7 +109,8 @@ def up(
     Takes what follows `vllm serve`, spelled as there (--help=all shows vLLM's flags, --help=NAME some), and
     options of `tailrace serve worker` and `tailrace serve frontend`.
 
-    State and logs are in .run (TAILRACE_RUN_DIR). If a process does not start, everything is stopped again.
+    State and logs are in .run in this folder (TAILRACE_RUN_DIR names another); other commands find it from
+    here and from folders below. If a process does not start, everything is stopped again.
     Spans go to the cluster's monitor (see tailrace trace), or to OTEL_EXPORTER_OTLP_ENDPOINT if set.
     """
     source, host = None, ""
@@ -132,6 +134,7 @@ def up(
         with folder.locked():
             state = _already_up(folder)
             if state is not None:
+                _require_same(state, click.get_current_context().meta[GIVEN])
                 note("tailrace up: already up")
             else:
                 state = _start(options, folder, source, host)
@@ -224,6 +227,17 @@ def _already_up(folder: RunFolder) -> RunState | None:
     return state
 
 
+def _require_same(state: RunState, given: Sequence[str]) -> None:
+    """Raise CliError if the running cluster was started with other words than `given`; without any, all
+    that is asked for is that it runs."""
+    if given and state.given is not None and sorted(given) != sorted(state.given):
+        started = shlex.join(["tailrace", "up", *state.given])
+        raise CliError(
+            f"a cluster is already up, with other flags ({started}): tailrace down stops it; one of a "
+            "fleet.yaml is changed while it serves by tailrace apply"
+        )
+
+
 def _start(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, host: str) -> RunState:
     plan = _plan(options, folder, file, host)
     try:
@@ -307,6 +321,7 @@ async def _run(
             tiny=options.serves_tiny_model,
             simulated=options.engine is Engine.SIMULATED,
             chat="chat_template" in options.line.flags or has_chat_template(options.model),
+            given=click.get_current_context().meta[GIVEN],
             asks_for_key="api_key" in options.line.flags or "--api-keys" in options.frontend_arguments,
         )
 

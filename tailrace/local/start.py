@@ -55,7 +55,11 @@ class Starter:
         )
 
     async def run(
-        self, policy: SetPolicyRequest | None, model: str, slo: Slo | None = None, **facts: bool | str
+        self,
+        policy: SetPolicyRequest | None,
+        model: str,
+        slo: Slo | None = None,
+        **facts: bool | str | list[str],
     ) -> RunState:
         """Start all parts, wait until they are ready, and return the state.
 

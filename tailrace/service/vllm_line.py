@@ -214,6 +214,10 @@ def _options(context: click.Context) -> dict[str, click.Option]:
     return {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
+GIVEN: Final = "tailrace: the command line"
+"""Name in a context's `meta` of the words that a VllmCommand got."""
+
+
 class VllmCommand(BriefCommand):
     """A command that also takes a `vllm serve` line, which its function gets as `arguments`, unread."""
 
@@ -222,6 +226,8 @@ class VllmCommand(BriefCommand):
         for arg in args:
             if arg.startswith("--help="):
                 _show_help(ctx, arg)
+        # Those of services, whose options are read as well, share `meta`.
+        ctx.meta.setdefault(GIVEN, [*args])
         (own,), ctx.params["arguments"] = split_options(args, [ctx])
         return super().parse_args(ctx, own)
 

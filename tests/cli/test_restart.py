@@ -36,7 +36,7 @@ def restart(*arguments: str) -> Result:
 def test_restart_without_a_cluster_is_an_error(here: WorkingFolder) -> None:
     result = restart("worker-0")
     assert result.exit_code == 1
-    assert "no local cluster is running here; tailrace up starts one" in result.stderr
+    assert f"no local cluster is running in {here.path}" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("worker-0", "--all")])
