@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tailrace.cli.errors import CliError, UsageProblem
+from tailrace.cli.errors import CliError
 from tailrace.local.state import RUN_DIR_ENV, RunFolder
 from tailrace.numeric import WholeRange
 
@@ -42,7 +42,7 @@ def logs(part: str | None, follow: bool, lines: int) -> None:
         if part is None or name == part or (not exact and name.startswith(part))
     }
     if not chosen:
-        raise UsageProblem(f"no part {part!r}; there are {', '.join(files)}")
+        raise CliError(f"no part {part!r}; there are {', '.join(files)}")
     prefixes = {name: f"{name} | " if len(chosen) > 1 else "" for name in chosen}
     read = {name: _print_new(file, 0, prefixes[name], lines) for name, file in chosen.items()}
     try:

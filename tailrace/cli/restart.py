@@ -44,7 +44,7 @@ def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
             parts = find_parts(state)
             unknown = [name for name in names if name not in parts]
             if unknown:
-                raise UsageProblem(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
+                raise CliError(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
             asyncio.run(_restart(folder, state, names or tuple(parts), timeout_s))
     except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error
