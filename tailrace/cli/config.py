@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.fleet_file import FleetFile, file_option, options_of, plans, read_fleet_file
 from tailrace.cli.line_check import needs_vllm, refusal
@@ -27,7 +28,7 @@ from tailrace.model_folder import (
 from tailrace.tiny import MODEL_PATH
 
 
-@click.group(epilog="Example: tailrace config check -f fleet.yaml")
+@click.group(cls=WholeGroup, epilog="Example: tailrace config check -f fleet.yaml")
 def config() -> None:
     """Check a fleet.yaml, show what it means, and its JSON Schema."""
 

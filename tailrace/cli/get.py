@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from rich.live import Live
 from rich.table import Table
 
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.long_table import lines
 from tailrace.cli.output import (
@@ -76,7 +77,7 @@ _ORDERS: Final = {
 }
 
 
-class _Kinds(click.Group):
+class _Kinds(WholeGroup):
     """Kinds of things, by their plural; the singular is taken, too."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from tailrace.bounded import read_regular
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.admin import CALL_TIMEOUT_S, admin_option, connect
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_json
@@ -37,7 +38,7 @@ _NO_SHADOW = "none"
 _SLOW_S = 5.0
 
 
-@click.group(name="set", epilog="Example: tailrace set policy least_loaded")
+@click.group(cls=WholeGroup, name="set", epilog="Example: tailrace set policy least_loaded")
 def set_() -> None:
     """Change policy, shadow policy, SLOs, pools and stages."""
 

@@ -175,3 +175,9 @@ def test_options_that_few_need_are_in_the_whole_help(service: str, monkeypatch: 
     for option in rare:
         assert f"{option.opts[-1]} " not in brief and f"{option.opts[-1]} " in whole
     assert "more options" not in whole
+
+
+@pytest.mark.parametrize("group", ["get", "set", "config", "certs", "keys", "rollout"])
+def test_the_help_of_a_group_cuts_no_text_off(group: str) -> None:
+    shown = CliRunner().invoke(main, [group, "--help"], terminal_width=80).stdout
+    assert shown.partition("Commands:")[2] and "..." not in shown.partition("Commands:")[2]
