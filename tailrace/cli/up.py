@@ -143,8 +143,8 @@ def up(
     click.echo(greeting(state, folder.logs, tailrace_command()))
     if options.engine is Engine.VLLM and loses_precision(options.model, options.line):
         note(
-            f"tailrace up: the weights of {options.model} are float32, and vLLM serves them in 16 bits; "
-            "to keep their precision: tailrace up ... --dtype float32"
+            f"\nThe weights of {options.model} are float32, and vLLM serves them in 16 bits.\n"
+            "To keep their precision: --dtype float32"
         )
 
 
