@@ -1,8 +1,9 @@
 """`make bench-stream`: one worker behind Tailrace against plain `vllm serve`, with the same API server and
 engine.
 
-With `--against clear`: Tailrace with certificates against Tailrace without. With `--against FOLDER`: this
-checkout against another one in which `make install` has been run, for instance an earlier revision.
+With `--against clear`: Tailrace with certificates against Tailrace without; `--against edge`: behind an edge
+against without one. With `--against FOLDER`: this checkout against another one in which `make install` has
+been run, for instance an earlier revision.
 
 Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
 The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
@@ -202,6 +203,11 @@ def _pair(against: str, engine: str, front: str, rust: Path) -> Pair:
             lambda: TailraceCluster(f"with certificates, {front}", [*common, "--tls"], front),
             lambda: TailraceCluster(f"in the clear, {front}", common, front),
         )
+    if against == "edge":
+        return Pair(
+            lambda: TailraceCluster(f"behind an edge, {front}", (), front, edge_for=engine),
+            lambda: TailraceCluster(f"without an edge, {front}", common, front),
+        )
     other = _installed(Path(against))
     return Pair(
         lambda: TailraceCluster(f"this checkout, {front}", common, front),
@@ -227,9 +233,10 @@ def main() -> int:
     parser.add_argument(
         "--against",
         default="vllm",
-        metavar="vllm|clear|FOLDER",
+        metavar="vllm|clear|edge|FOLDER",
         help="vllm: plain vllm serve; clear: Tailrace without certificates, against Tailrace with them; "
-        "a folder: another checkout of Tailrace, installed",
+        "edge: Tailrace without an edge, against Tailrace behind one; a folder: another checkout of it, "
+        "installed",
     )
     parser.add_argument("--engine", choices=["vllm", "simulated"], default="vllm", help="unless against vllm")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
@@ -245,7 +252,9 @@ def main() -> int:
         servers = _pair(options.against, options.engine, front, rust)
         pairs.append(compare(servers, options.streams, options.tokens, options.rounds, console))
     figures: dict[str, object] = {"tokens_per_stream": options.tokens, "pairs": pairs}
-    name = {"vllm": "stream", "clear": "stream-tls"}.get(options.against, "stream-revisions")
+    name = {"vllm": "stream", "clear": "stream-tls", "edge": "stream-edge"}.get(
+        options.against, "stream-revisions"
+    )
     path = save(name, figures)
     if options.output == "json":
         print(json.dumps(figures))

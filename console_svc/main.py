@@ -20,10 +20,11 @@ from tailrace.bounded import read_regular
 from tailrace.cli.admin import AdminAddress, admin_option, find_admin
 from tailrace.security.audit import AuditFile
 from tailrace.security.options import exposed, insecure_option
+from tailrace.service.options import log_format_option
 from tailrace.service.runtime import Shutdown, run_service
 from tailrace.service.sockets import ListenError, listen_reason
 from tailrace.service.tasks import supervised
-from tailrace.telemetry.log_format import FORMATS, VARIABLE, log_as
+from tailrace.telemetry.log_format import VARIABLE, log_as
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +48,7 @@ _CLOSE_S: Final = 0.5
 )
 @insecure_option
 @admin_option
-@click.option(
-    "--log-format",
-    envvar=VARIABLE,
-    show_envvar=True,
-    type=click.Choice(FORMATS),
-    default=FORMATS[0],
-    show_default=True,
-    help="json: each line of the log is an object.",
-)
+@log_format_option
 def command(http: str, token_file: Path | None, insecure: bool, admin: str | None, log_format: str) -> None:
     """Serve a page that shows the fleet and acts on it through the admin API.
 

@@ -57,6 +57,13 @@ _OWN_FLAGS: Final = (
 # refused.
 _SLACK_BYTES: Final = 1 << 20
 _HEADERS_MAX: Final = 100
+# Without headers that tell strangers about the fleet.
+_ROUTER: Final = {"suppress_envoy_headers": True}
+# When a client whose model has no front end at the moment may try again.
+_RETRY_AFTER: Final = {
+    "header": {"key": "retry-after", "value": "2"},
+    "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+}
 # Beyond, clusters and endpoints of a file would be of no real fleet.
 _MODELS_MAX: Final = 1_000
 
@@ -67,6 +74,12 @@ class Bounds:
 
     max_body_bytes: int = setting(
         64 << 20, "Largest body of a request.", type=WholeRange(min=1 << 10, max=1 << 30), rare=True
+    )
+    max_bodies_bytes: int = setting(
+        512 << 20,
+        "Bodies that are read at a time, in all; more are refused with 503.",
+        type=WholeRange(min=1 << 20),
+        rare=True,
     )
     max_header_kib: int = setting(
         60, "Largest headers of a request, in KiB.", type=WholeRange(min=4, max=1024), rare=True
@@ -104,7 +117,10 @@ def bootstrap(
     `folder`: has `edge.sock` of the edge, `admin.sock` of Envoy, and `clusters.json`. `certificate`: files of
     the chain and its key, for HTTPS.
     """
-    filters = [_ask("model", MODEL_CHOICE, bounds.max_body_bytes), _filter("router", "router.v3.Router")]
+    filters = [
+        _ask("model", MODEL_CHOICE, bounds.max_body_bytes),
+        _filter("router", "router.v3.Router", _ROUTER),
+    ]
     if with_keys:
         # First, so that the body of a stranger is not even read.
         filters.insert(0, _ask("key", KEY_CHECK, 0))
@@ -284,7 +300,12 @@ def _own_answers(bounds: Bounds) -> dict[str, Any]:
         is_status = {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
         mappers.append({"filter": is_status, "body_format_override": _error(text)})
     is_own = {"response_flag_filter": {"flags": list(_OWN_FLAGS)}}
-    return {"mappers": [*mappers, {"filter": is_own, "body_format_override": _error("%LOCAL_REPLY_BODY%")}]}
+    own = {
+        "filter": is_own,
+        "body_format_override": _error("%LOCAL_REPLY_BODY%"),
+        "headers_to_add": [_RETRY_AFTER],
+    }
+    return {"mappers": [*mappers, own]}
 
 
 def _error(message: str) -> dict[str, Any]:

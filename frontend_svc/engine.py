@@ -27,14 +27,13 @@ from frontend_svc.fair_gate import FairMetrics
 from frontend_svc.fleet import Fleet, ServedModel
 from frontend_svc.links import Loss, WorkerLinks, abort_message
 from frontend_svc.liveness import Liveness
-from frontend_svc.load import Load, load_of
-from frontend_svc.observer import FrontendMetrics, RequestTraces, StreamObserver
+from frontend_svc.observer import FrontendMetrics, Load, RequestTraces, StreamObserver, load_of
 from frontend_svc.outputs import NamedOutput, Outputs, Unsent
 from frontend_svc.pacing import Pacer
 from frontend_svc.placement import InstanceChooser
 from frontend_svc.recovery import Recovery
 from frontend_svc.requests import Requests
-from frontend_svc.settings import Limits, WaitLimits
+from frontend_svc.settings import Settings
 from frontend_svc.streams import (
     FINISHED,
     PREFILL_DONE,
@@ -54,8 +53,6 @@ from tailrace.wire import UtilityCall, stats_outputs
 
 log = logging.getLogger(__name__)
 
-DEFAULT_WAIT_LIMITS: Final = WaitLimits()
-DEFAULT_LIMITS: Final = Limits()
 # Seconds between two periodic checks of all streams.
 _TICK_S: Final = 0.5
 # A dead API server shows first as a broken socket; its exit status, which says more, follows within this
@@ -80,17 +77,13 @@ class FleetEngine:
 
     def __init__(
         self,
-        frontend_id: str,
+        settings: Settings,
         members: Members,
         channels: Channels,
         admission: AdmissionFlag,
         ipc_folder: Path,
         registry: CollectorRegistry,
         traces: RequestTraces | None,
-        wait_limits: WaitLimits = DEFAULT_WAIT_LIMITS,
-        after_prefill: Phase = Phase.REASONING,
-        pace_s: float | None = None,
-        limits: Limits = DEFAULT_LIMITS,
         served: ServedModel | None = None,
         on_models: Callable[[frozenset[str]], None] = lambda models: None,
         answers: AnswerCoordinator | None = None,
@@ -98,44 +91,36 @@ class FleetEngine:
     ) -> None:
         """Build the parts; `run` starts them.
 
-        `pace_s`: see Requests; `served`: see Fleet; `answers`: None if no answers are kept; `adapters`: None
+        `served`: see Fleet; `answers`: None if no answers are kept; `adapters`: None
         if those that users load are not shared. `on_models(keys)` is called with the keys of the models that
         the front end is connected to whenever they may have changed. `ipc_folder` holds the API server's
         ROUTER (`in`) and PULL (`out`) sockets.
         """
         self.fleet = Fleet(members, served)
-        self._limits = limits
+        self._max_streams = settings.limits.max_streams
         self._on_models = on_models
         self._shared_adapters = adapters
-        self._gate = AdmissionGate(admission, wait_limits.place_s)
+        self._gate = AdmissionGate(admission, settings.wait_limits.place_s)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
         # What the attached instances last said of their engines.
         self._engines: dict[str, worker_pb2.EngineState] = {}
-        self.table = table = StreamTable(after_prefill)
+        self.table = table = StreamTable(Phase.REASONING if settings.reasons else Phase.ANSWERING)
         self._socket = EngineCoreSocket(ipc_folder / "in", ipc_folder / "out", self._stuck.set)
         hello = worker_pb2.FrontendHello(
-            frontend_id=frontend_id,
+            frontend_id=settings.frontend_id,
             incarnation=uuid.uuid4().hex,
-            max_message_bytes=limits.max_message_bytes,
+            max_message_bytes=settings.limits.max_message_bytes,
         )
         self.workers = workers = WorkerLinks(lambda: self.fleet.instances, hello, self, channels.transport)
-        self._chooser = chooser = InstanceChooser(frontend_id, self.fleet, workers, table, channels)
+        self._chooser = chooser = InstanceChooser(settings.frontend_id, self.fleet, workers, table, channels)
         self.metrics = FrontendMetrics(registry, table, workers.attached)
         self._observer = observer = StreamObserver(self.metrics, traces)
         output = NamedOutput(self._socket.send, self._socket.unread_bytes)
         self.pacer = Pacer(output.send)
         self.outputs = outputs = Outputs(output, self.pacer, answers)
         self.requests = requests = Requests(
-            table,
-            chooser,
-            workers,
-            outputs,
-            observer,
-            wait_limits,
-            limits,
-            self._gate.update_full,
-            pace_s,
+            table, chooser, workers, outputs, observer, settings, self._gate.update_full
         )
         self._recovery = Recovery(table, requests, workers, observer.engine_died)
         self._adoptions = Adoptions(table, workers, observer.adopted, self.fleet.is_model)
@@ -170,7 +155,7 @@ class FleetEngine:
             await asyncio.sleep(_EXIT_WAIT_S)
             raise
         async with supervised({"fleet statistics": self._tell_stats}):
-            await self._socket.receive(self)
+            await self._socket.receive(self.requests.admit, self._on_abort, self._on_utility)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no stream is left; return False if some are left after `timeout_s`."""
@@ -191,20 +176,16 @@ class FleetEngine:
         if not self.outputs.keeps_answers:
             self.requests.end_each(self.table, STOPPING, "the front end stops")
 
-    # ---- from the API server (EngineCoreSink)
+    # ---- from the API server
 
-    def on_add(self, frames: Sequence[bytes]) -> None:
-        """See EngineCoreSink."""
-        self.requests.admit(frames)
-
-    def on_abort(self, request_ids: Sequence[str]) -> None:
-        """See EngineCoreSink."""
+    def _on_abort(self, request_ids: Sequence[str]) -> None:
+        """Free requests whose clients disconnected, or for which the API server found a stop string."""
         for name in request_ids:
             self.requests.abort(name)
         self._adoptions.check_pending()
 
-    def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
-        """See EngineCoreSink."""
+    def _on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
+        """Answer a call of an engine-core method, by an output message."""
         if self.outputs.handle_call(call):
             return
         if self._shared_adapters is not None and call.method in ADAPTER_CALLS:
@@ -399,7 +380,7 @@ class FleetEngine:
             newest = list(self.table)[len(self.table) // 2 :]
             log.warning("the API server has not read %d bytes: %d streams end", unread_bytes, len(newest))
             self.requests.end_each(newest, CONGESTED, "the API server does not read")
-        full = len(self.table) >= self._limits.max_streams or unread_bytes > UNREAD_FULL_BYTES
+        full = len(self.table) >= self._max_streams or unread_bytes > UNREAD_FULL_BYTES
         self._gate.update_full(full)
 
     async def _tell_stats(self) -> None:

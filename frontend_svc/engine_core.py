@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 import zmq.asyncio
@@ -123,19 +123,6 @@ def _frame(body: bytes, flags: int) -> bytes:
     return bytes((flags | _LONG,)) + len(body).to_bytes(8, "big") + body
 
 
-class EngineCoreSink(Protocol):
-    """Handle the API server's messages. Called on the event loop; must not block."""
-
-    def on_add(self, frames: Sequence[bytes]) -> None:
-        """Handle a new request (vLLM's EngineCoreRequest)."""
-
-    def on_abort(self, request_ids: Sequence[str]) -> None:
-        """Handle requests whose clients disconnected or for which the API server found a stop string."""
-
-    def on_utility(self, call: UtilityCall, frames: Sequence[bytes]) -> None:
-        """Handle a call of an engine-core method, which an output message has to answer."""
-
-
 class EngineCoreSocket:
     """Own the two sockets of engine core 0."""
 
@@ -159,12 +146,26 @@ class EngineCoreSocket:
         await self._output.connect()
         await self._input.send(ready_response)
 
-    async def receive(self, sink: EngineCoreSink) -> None:
-        """Pass every message of the API server to `sink`, until cancelled."""
+    async def receive(
+        self,
+        on_add: Callable[[Sequence[bytes]], None],
+        on_abort: Callable[[Sequence[str]], None],
+        on_utility: Callable[[UtilityCall, Sequence[bytes]], None],
+    ) -> None:
+        """Pass every message of the API server on, until cancelled: new requests, the ids of those to abort,
+        and calls of engine-core methods with their frames. None of these may block."""
         while True:
             kind, *frames = await self._input.recv_multipart()
             try:
-                self._dispatch(kind, frames, sink)
+                match kind:
+                    case RequestType.ADD:
+                        on_add(frames)
+                    case RequestType.ABORT:
+                        on_abort(read_abort(frames))
+                    case RequestType.UTILITY:
+                        on_utility(read_utility(frames), frames)
+                    case _:
+                        log.warning("message of unknown kind %r from the API server", kind)
             except Exception as error:
                 unreadable("message of the API server", kind.decode("latin-1"), error)
                 log.debug("a message of the API server", exc_info=error)
@@ -174,15 +175,3 @@ class EngineCoreSocket:
         self._input.close(linger=0)
         self._output.close()
         self._context.term()
-
-    @staticmethod
-    def _dispatch(kind: bytes, frames: list[bytes], sink: EngineCoreSink) -> None:
-        match kind:
-            case RequestType.ADD:
-                sink.on_add(frames)
-            case RequestType.ABORT:
-                sink.on_abort(read_abort(frames))
-            case RequestType.UTILITY:
-                sink.on_utility(read_utility(frames), frames)
-            case _:
-                log.warning("message of unknown kind %r from the API server", kind)

@@ -26,7 +26,6 @@ from frontend_svc.fleet import ServedModel
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings
 from tailrace.address import format_address
-from tailrace.cluster import Phase
 from tailrace.members import Members
 from tailrace.service.channels import Channels
 from tailrace.service.runtime import Shutdown
@@ -85,17 +84,13 @@ async def run_front_end(
                 launch = _launch(settings, http, sockets, admission.path, adapters_path)
                 api_server = await ApiServer.launch(launch.command, launch.env, launch.fds)
         engine = FleetEngine(
-            settings.frontend_id,
+            settings,
             members,
             channels,
             admission,
             folder,
             registry,
             traces,
-            settings.wait_limits,
-            Phase.REASONING if settings.line.last("reasoning_parser") else Phase.ANSWERING,
-            None if settings.pace_tpot_ms is None else settings.pace_tpot_ms / 1e3,
-            settings.limits,
             served,
             on_models,
             answers,

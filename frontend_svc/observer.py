@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,6 +37,7 @@ from tailrace.telemetry.tracing import (
     traceparent_of,
     wall_ns,
 )
+from tailrace.v1 import worker_pb2
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # A placement takes a few milliseconds: fine enough for its percentiles.
@@ -393,3 +395,28 @@ class StreamObserver:
         self._metrics.requests[outcome] += 1
         if self._traces is not None:
             self._traces.end(stream, outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that engines run and that wait, and the share of KV blocks in use, from 0 to 1."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+
+
+def load_of(table: StreamTable, engines: Mapping[str, worker_pb2.EngineState]) -> Load:
+    """Return the load of a front end with these streams, as the API server's vLLM metrics show it; `engines`:
+    what instances said of theirs, by ID.
+
+    Dashboards add up `vllm:num_requests_running` and `vllm:num_requests_waiting` over all API servers, so a
+    front end shows its own requests: the sum is the fleet's. They average `vllm:kv_cache_usage_perc`, so it
+    shows the mean of the instances that it uses.
+
+    What they said is up to a heartbeat old, may be of streams that have ended since, and may be wrong.
+    """
+    at_engines = sum(min(table.count_owned(name), engine.waiting) for name, engine in engines.items())
+    waiting = len(table) - table.placed + at_engines
+    usages = [min(1.0, max(0.0, e.kv_usage)) for e in engines.values() if math.isfinite(e.kv_usage)]
+    return Load(len(table) - waiting, waiting, round(sum(usages) / max(1, len(usages)), 4))

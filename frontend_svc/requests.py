@@ -32,7 +32,7 @@ from frontend_svc.links import Outbox, abort_message, request_bytes
 from frontend_svc.observer import StreamObserver
 from frontend_svc.outputs import Outputs
 from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
-from frontend_svc.settings import Limits, WaitLimits
+from frontend_svc.settings import Settings
 from frontend_svc.streams import Requirements, Stream, StreamTable
 from tailrace.cluster import Phase
 from tailrace.model_identity import AdapterVersions
@@ -62,7 +62,7 @@ def _none_forbidden() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a request that has no instance may be placed, as recovery.py and probation.py decide.
+    """Where a request that has no instance may be placed, as recovery.py decides.
 
     `avoid`: instances to use only if there is no other. `forbidden`: returns the instances that must not be
     used at the moment of the call; called before each attempt.
@@ -104,35 +104,32 @@ class Requests:
         outbox: Outbox,
         outputs: Outputs,
         observer: StreamObserver,
-        wait_limits: WaitLimits,
-        limits: Limits,
+        settings: Settings,
         on_full: Callable[[bool], None],
-        pace_s: float | None = None,
     ) -> None:
-        """Serve nothing yet.
-
-        `on_full(full)` is called with whether new requests would be refused with 429. `pace_s`: seconds per
-        token at which answers are shown if the request does not set it; 0 shows tokens as they are generated,
-        None leaves it to the policy that places the request.
-        """
+        """Serve nothing yet. `on_full(full)` is called with whether new requests would get 429."""
         self._table = table
         self._chooser = chooser
         self._outbox = outbox
         self._outputs = outputs
         self._observer = observer
-        self._wait_limits = wait_limits
-        self._limits = limits
+        self._wait_limits = settings.wait_limits
+        self._limits = limits = settings.limits
         self._on_full = on_full
-        self._pace_s = pace_s
+        self._pace_s = settings.pace_s
         self._adapters = AdapterVersions()
         self.fair_gate: FairGate | None = None
         if limits.fair_backlog_tokens:
             self.fair_gate = FairGate(
-                limits.fair_backlog_tokens, limits.max_waiting, wait_limits.place_s, observer.turn_waited
+                limits.fair_backlog_tokens,
+                limits.max_waiting,
+                self._wait_limits.place_s,
+                observer.turn_waited,
             )
         self._serving: dict[int, _Serving] = {}
         # Requests that wait for their turn or for an instance.
         self._unplaced: set[int] = set()
+        # Set at the next change.
         self._fleet_changed = asyncio.Event()
         # Instances that rejected a request as busy, each with the monotonic time until which it gets none.
         self._busy: dict[str, float] = {}
@@ -143,6 +140,7 @@ class Requests:
         """Serve one request until it ends; whoever ends it (`_close`) cancels this."""
         try:
             if self.fair_gate is not None and not stream.accepted:
+                # Until its tenant's turn has come; Refused if it does not come in time.
                 await self.fair_gate.turn(stream, _share_of(head), head.priority)
             await self._place(stream, Where())
             while True:
@@ -173,7 +171,7 @@ class Requests:
     async def _place(self, stream: Stream, where: Where) -> None:
         """Ask for an instance until one has the request. Raise _NoInstance or Refused."""
         while True:
-            self._fleet_changed.clear()
+            changed = self._fleet_changed
             chosen = await self._choose(stream, where)
             placing_s = time.monotonic() - stream.placing_since_s
             if isinstance(chosen, Chosen):
@@ -193,7 +191,7 @@ class Requests:
                 raise _NoInstance(reason)
             try:
                 async with asyncio.timeout(min(_RETRY_S, wait_s - placing_s)):
-                    await self._fleet_changed.wait()
+                    await changed.wait()
             except TimeoutError:
                 pass
 
@@ -390,7 +388,9 @@ class Requests:
 
     def fleet_changed(self) -> None:
         """Have requests that wait for an instance try again now."""
+        # One that waits now, or is asking a scheduler, hears of it; the next change has an event of its own.
         self._fleet_changed.set()
+        self._fleet_changed = asyncio.Event()
 
     def _order(self, stream: Stream, order: Where | Returned) -> None:
         """Tell `_serve` what to do next. The newest order counts: a request that was returned, and whose

@@ -18,7 +18,6 @@ from frontend_svc.api_server.spec import (
 )
 from tailrace.numeric import Duration, RealRange, WholeRange
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_MESSAGE_BYTES
-from tailrace.service.options import KEPT_ANSWERS
 from tailrace.service.settings import OneOf, setting
 from tailrace.service.vllm_line import NO_LINE, VllmLine
 
@@ -158,10 +157,11 @@ class Settings:
     body_limits: BodyLimits = DEFAULT_BODY_LIMITS
     keep_answers_s: float = setting(
         0.0,
-        "How long an answer is kept for a client that reconnects (Last-Event-ID, Idempotency-Key); at least "
-        "5 s; 0: off (--front python only).",
+        "How long an answer is kept for a client that reconnects (Last-Event-ID, Idempotency-Key); "
+        "0: off (--front python only).",
         "--keep-answers",
-        type=KEPT_ANSWERS,
+        # Answers expire in steps of 0.5 s, and clients take a while to come back.
+        type=Duration(min=5, max=1_000_000_000, or_zero=True),
         metavar="SECONDS",
     )
     # Enough for some thousands of long answers.
@@ -171,6 +171,17 @@ class Settings:
         type=WholeRange(min=1 << 20),
         rare=True,
     )
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds per token at which answers are shown if the request does not set it; 0 shows tokens as they
+        are generated, None leaves it to the policy that places the request."""
+        return None if self.pace_tpot_ms is None else self.pace_tpot_ms / 1e3
+
+    @property
+    def reasons(self) -> bool:
+        """Whether answers may begin with reasoning."""
+        return bool(self.line.last("reasoning_parser"))
 
     @property
     def public_name(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +22,6 @@ from tailrace.service.options import CommonOptions, common_options, file_of
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.settings import settings_options
-from tailrace.store.election import Election
 from tailrace.v1.migration_pb2_grpc import add_MigrationServicer_to_server
 
 log = logging.getLogger(__name__)
@@ -79,22 +77,23 @@ async def serve(
             journal = Journal(journal_path)
         history = History()
         metrics = MigrationMetrics(service.registry, lambda: len(runs), lambda: admission.waiting)
+        members = service.members
+
+        def begin_models() -> None:
+            metrics.begin_models({record.model for record in members.instances.values()})
+
+        begin_models()
+        members.add_listener(begin_models)
         traces = MigrationTraces(service.tracing)
         runs = Runs(service.channels, admission, journal, history, metrics, traces, rules)
-        servicer = MigrationServicer(runs, history, lambda: service.members.instances)
+        servicer = MigrationServicer(runs, history, lambda: members.instances)
         services = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
         try:
             await runs.clean_up()
             async with (
                 serve_grpc(common.listen, services, common.transport) as server,
-                AsyncExitStack() as membership,
+                await service.stand(server.address) as membership,
             ):
-                record = service.record(server.address)
-                await membership.enter_async_context(service.announced(record))
-                log.info("%s serves on %s", record.service_id, server.address)
-                election = Election(service.store, record)
-                election.start()
-                membership.push_async_callback(election.close)
 
                 async def drain() -> None:
                     await server.set_serving(False)

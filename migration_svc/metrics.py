@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Final
 
@@ -26,27 +26,29 @@ class MigrationMetrics:
             "tailrace_migration_migrations",
             "Migrations that ended, by outcome (committed, aborted, unknown; gone: the request had left its "
             "source), reason and way (live, replay).",
-            ["outcome", "reason", "way"],
+            ["outcome", "reason", "way", "model"],
             registry=registry,
         )
-        # From the start: of a series that appears with its first event, `increase()` misses that event.
-        for outcome, reason, way in product(_OUTCOMES, LABELS, _WAYS):
-            self._ended.labels(outcome, reason, way)
-        self._bytes = Counter("tailrace_migration_kv_bytes", "KV that migrations copied.", registry=registry)
+        self._bytes = Counter(
+            "tailrace_migration_kv_bytes", "KV that migrations copied.", ["model"], registry=registry
+        )
         self._held_bytes = Counter(
             "tailrace_migration_kv_held_bytes",
             "KV that migrations did not copy: the target's prefix cache held it.",
+            ["model"],
             registry=registry,
         )
         self._pause = Histogram(
             "tailrace_migration_pause_seconds",
             "Time during which a migrated request generated no tokens.",
+            ["model"],
             buckets=_PAUSE_BUCKETS,
             registry=registry,
         )
         self._duration = Histogram(
             "tailrace_migration_duration_seconds",
             "From request to commit.",
+            ["model"],
             buckets=(*_PAUSE_BUCKETS, 10.0, 20.0),
             registry=registry,
         )
@@ -55,15 +57,23 @@ class MigrationMetrics:
         queued = Gauge("tailrace_migration_waiting_migrations", "Migrations that wait.", registry=registry)
         queued.set_function(waiting)
 
-    def ended(self, record: migration_pb2.MigrationRecord) -> None:
-        """Count a migration that has ended."""
+    def begin_models(self, models: Iterable[str]) -> None:
+        """Begin the series of these models: `increase()` misses the first event of one that it begins."""
+        for model in models:
+            for outcome, reason, way in product(_OUTCOMES, LABELS, _WAYS):
+                self._ended.labels(outcome, reason, way, model)
+            for metric in (self._bytes, self._held_bytes, self._pause, self._duration):
+                metric.labels(model)
+
+    def ended(self, record: migration_pb2.MigrationRecord, model: str) -> None:
+        """Count a migration that has ended, of a request of this model."""
         committed = record.state == types_pb2.MIGRATION_STATE_COMMITTED
         # Live unless the target reported otherwise.
         way = "replay" if record.way == types_pb2.WAY_REPLAY else "live"
         outcome = types_pb2.MigrationState.Name(record.state).removeprefix("MIGRATION_STATE_").lower()
-        self._ended.labels(outcome, label(record.reason), way).inc()
-        self._bytes.inc(record.bytes)
-        self._held_bytes.inc(record.held_bytes)
+        self._ended.labels(outcome, label(record.reason), way, model).inc()
+        self._bytes.labels(model).inc(record.bytes)
+        self._held_bytes.labels(model).inc(record.held_bytes)
         if committed:
-            self._pause.observe(record.pause_ms / 1000)
-            self._duration.observe(record.closed_s - record.opened_s)
+            self._pause.labels(model).observe(record.pause_ms / 1000)
+            self._duration.labels(model).observe(record.closed_s - record.opened_s)

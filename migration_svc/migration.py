@@ -73,6 +73,8 @@ class Order:
     source_address: str
     target_address: str
     target_incarnation: str
+    # As its instances name it.
+    model: str
 
 
 class MigrationRun:
@@ -123,7 +125,7 @@ class MigrationRun:
                 # The target sees its call cancelled, and aborts unless it has asked the front end already.
                 # The next run asks how a migration ended that the journal has as open.
                 self._end(UNKNOWN if begun else ABORTED, "the migration service stopped")
-            metrics.ended(record)
+            metrics.ended(record, self._order.model)
             traces.end(trace, record)
             # Only after its slot is free, because a watcher may migrate the request again at once.
             self._on_change(record)

@@ -244,4 +244,4 @@ def _order(request: migration_pb2.MigrateRequest, instances: Mapping[str, Instan
             raise UnknownInstance(f"{field}: no instance {getattr(request, field)!r}")
         ends.append(record)
     source, target = ends
-    return Order(request, source.address, target.address, target.incarnation)
+    return Order(request, source.address, target.address, target.incarnation, source.model)

@@ -8,9 +8,8 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from monitor_svc.feed import Feed
 from monitor_svc.reports import Reports, missed_objectives
-from monitor_svc.servicer import MonitorServicer
+from monitor_svc.servicer import Feed, MonitorServicer
 from monitor_svc.traces import TraceStore
 from tailrace.slo import Slo
 from tailrace.telemetry.metrics import counter_by, gauge_by

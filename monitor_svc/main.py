@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
 
 import click
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
-from monitor_svc.feed import Feed, watch_silence
 from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import Reports
-from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
+from monitor_svc.servicer import MONITOR_SERVICE, Feed, MonitorServicer, add_to_server, watch_silence
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.numeric import Duration, WholeRange
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.tasks import supervised
-from tailrace.store.election import Election
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +65,8 @@ async def serve(
         ]
         async with (
             serve_grpc(common.listen, servicers, common.transport) as server,
-            AsyncExitStack() as membership,
+            await service.stand(server.address) as membership,
         ):
-            record = service.record(server.address)
-            await membership.enter_async_context(service.announced(record))
-            log.info("%s serves on %s", record.service_id, server.address)
-            election = Election(service.store, record)
-            election.start()
-            membership.push_async_callback(election.close)
 
             async def drain() -> None:
                 # Workers and schedulers switch to another monitor while this one still answers.

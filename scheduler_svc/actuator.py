@@ -1,20 +1,22 @@
-"""Carry out the actions of a policy: migrations, offers, hand-backs, prefix copies, pool and stage
+"""Carry out the actions of a policy: migrations, offers, returns of prompts, prefix copies, pool and stage
 changes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Final
+import time
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Final, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from scheduler_svc.admin.errors import AdminError
+from scheduler_svc.loop import Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import MigrationStarter
-from scheduler_svc.settings import Settings
-from scheduler_svc.worker_calls import Copier, Negotiator, PromptReturns
+from scheduler_svc.settings import ETCD_LAG_S, Settings
 from tailrace.actions import (
     Action,
     CopyPrefix,
@@ -26,20 +28,38 @@ from tailrace.actions import (
     WhenFull,
     could_only_wait,
 )
-from tailrace.cluster import Stage
-from tailrace.control.events import PoolOrdered, PoolSettled
+from tailrace.bid_ask import OFFER_S
+from tailrace.cluster import RequestView, Stage
+from tailrace.control.events import (
+    CopyOrdered,
+    CopySettled,
+    MigrationClosed,
+    MigrationOpened,
+    PoolOrdered,
+    PoolSettled,
+)
 from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
+from tailrace.records import InstanceRecord
+from tailrace.security.roles import Role
+from tailrace.service.channels import Channels, decoded
 from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
 from tailrace.telemetry.incidents import LimitedLog, loop_failed, loop_named
+from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, cache_pb2, cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=Message)
+
+
+# Longer than a worker keeps an offer open.
+_OFFER_S: Final = OFFER_S + 15.0
+_CALL_S: Final = 2.0
+# Longer than a worker's default limit of a pull; the worker stops when the call ends.
+_COPY_S: Final = 10.0
 _LOOP: Final = loop_named("actions")
 # Concurrent actions. Migrations beyond the migration service's own limits wait there, not here.
 _OPEN_MAX: Final = 512
-# Seconds within which etcd's watch delivers a write, or will not deliver it.
-_ETCD_LAG_S: Final = 5.0
 _PRECONDITION: Final = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -51,16 +71,12 @@ class Actuator:
         self,
         state: ReportedCluster,
         migration_starter: MigrationStarter,
-        negotiator: Negotiator,
-        prompt_returns: PromptReturns,
-        copier: Copier,
+        workers: WorkerCalls,
         settings: Settings,
         metrics: SchedulerMetrics,
     ) -> None:
         self._state = state
-        self._negotiator = negotiator
-        self._prompt_returns = prompt_returns
-        self._copier = copier
+        self._workers = workers
         self._migration_starter = migration_starter
         self._settings = settings
         self._metrics = metrics
@@ -108,7 +124,7 @@ class Actuator:
             case ReturnPrompts():
                 return self._return(action)
             case CopyPrefix():
-                return self._copier.copy(action)
+                return self._workers.copy(action)
             case SetPool():
                 ordered = self._state.order(PoolOrdered(action.instance_id, action.pool))
                 order = self._state.pool_order(action.instance_id) if ordered else None
@@ -138,7 +154,7 @@ class Actuator:
         self._metrics.actions.labels(kind, "refused").inc()
 
     async def _return(self, action: ReturnPrompts) -> str:
-        returned = await self._prompt_returns.return_prompts(action.instance_id, action.request_ids)
+        returned = await self._workers.return_prompts(action.instance_id, action.request_ids)
         return "done" if returned else "outdated"
 
     async def _set_pool(self, order: PoolOrder) -> str:
@@ -150,7 +166,7 @@ class Actuator:
             if not written:
                 self._settle_pool(order)
         # Etcd's watch delivers the move in a moment, unless another writer has reverted it meanwhile.
-        asyncio.get_running_loop().call_later(_ETCD_LAG_S, self._settle_pool, order)
+        asyncio.get_running_loop().call_later(ETCD_LAG_S, self._settle_pool, order)
         return "done"
 
     def _settle_pool(self, order: PoolOrder) -> None:
@@ -181,7 +197,7 @@ class Actuator:
         request = self._state.request(action.request_id)
         if request is None or request.instance_id != action.source_id:
             return _outdated()
-        return _outcome(self._negotiator.offer(request, action, policy))
+        return _outcome(self._workers.offer(request, action, policy))
 
 
 async def _outdated() -> str:
@@ -210,3 +226,109 @@ def without_swaps(actions: Sequence[Action]) -> list[Action]:
             requests.add(action.request_id)
         kept.append(action)
     return kept
+
+
+async def _reply(call: Awaitable[M], address: str) -> M:
+    """Return a worker's reply. Raise AdminError."""
+    try:
+        return decoded(await call, address)
+    except grpc.aio.AioRpcError as error:
+        raise AdminError(error.code(), error.details() or error.code().name) from error
+
+
+class WorkerCalls:
+    """What the scheduler has workers do: offer a request, return waiting prompts, copy a prefix."""
+
+    def __init__(self, state: ReportedCluster, channels: Channels, traceparents: Traceparents) -> None:
+        self._state = state
+        self._channels = channels
+        self._traceparents = traceparents
+
+    def offer(self, request: RequestView, offer: Offer, policy: str) -> Coroutine[None, None, bool]:
+        """Enter the migration into the model; return a coroutine that has the request's worker find the
+        instance that takes it over, by bid-ask, and returns whether one of the receivers did.
+
+        Raise AdminError, immediately or when awaited.
+        """
+        source = self._state.tracked(request.instance_id)
+        receivers = [
+            bidask_pb2.Receiver(instance_id=name, address=tracked.record.address)
+            for name in offer.receiver_ids
+            if (tracked := self._state.tracked(name)) is not None
+            and self._state.can_exchange_kv(request.instance_id, name)
+        ]
+        if source is None or not receivers:
+            raise AdminError(grpc.StatusCode.NOT_FOUND, "no instance to offer the request to")
+        if not self._state.order(MigrationOpened(request, None)):
+            raise AdminError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"request {request.request_id}: a migration of it is open",
+            )
+        offered = bidask_pb2.OfferRequest(
+            request_id=request.request_id,
+            from_epoch=request.epoch,
+            tokens=request.context_tokens,
+            receivers=receivers,
+            reason=offer.reason,
+            policy=policy,
+            most_tokens=offer.most_tokens,
+            traceparent=self._traceparents.get(request.request_id)
+            or self._state.traceparent(request.request_id),
+        )
+        return self._offer(source.record, offered)
+
+    async def _offer(self, source: InstanceRecord, offered: bidask_pb2.OfferRequest) -> bool:
+        stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address, Role.WORKER))
+        try:
+            reply = await _reply(stub.Offer(offered, timeout=_OFFER_S), source.address)
+        finally:
+            self._state.apply(MigrationClosed(offered.request_id))
+        if not reply.taker_instance_id:
+            log.debug("%s stays on %s: %s", offered.request_id, source.instance_id, reply.reason)
+        return bool(reply.taker_instance_id)
+
+    async def return_prompts(self, instance_id: str, request_ids: tuple[str, ...]) -> int:
+        """Have an instance return waiting prompts, to be placed where the policy now wants them; return how
+        many it returns: those that still wait. Raise AdminError.
+
+        The worker hands them to the front ends, which ask the scheduler; each prompt stays in its queue until
+        then.
+        """
+        tracked = self._state.tracked(instance_id)
+        if tracked is None:
+            raise AdminError(grpc.StatusCode.NOT_FOUND, f"{instance_id} is gone")
+        address = tracked.record.address
+        stub = worker_pb2_grpc.WorkerStub(self._channels.get(address, Role.WORKER))
+        request = worker_pb2.HandBackPromptsRequest(request_ids=request_ids)
+        reply = await _reply(stub.HandBackPrompts(request, timeout=_CALL_S), address)
+        return int(reply.returned)
+
+    def copy(self, copy: CopyPrefix) -> Coroutine[None, None, str]:
+        """Enter the copy into the model, at most one per target at a time; return a coroutine that carries it
+        out and returns the worker's outcome.
+
+        Raise AdminError, immediately or when awaited.
+        """
+        holder, target = self._state.tracked(copy.holder_id), self._state.tracked(copy.target_id)
+        ordered = CopyOrdered(copy, time.monotonic())
+        if holder is None or target is None or not self._state.order(ordered):
+            raise AdminError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{copy.target_id} is receiving a copy already, or {copy.holder_id} has no {copy.request_id}",
+            )
+        request = cache_pb2.CopyRequest(
+            request_id=copy.request_id,
+            holder_instance_id=copy.holder_id,
+            holder_address=holder.record.address,
+            tokens=copy.tokens,
+            target_instance_id=copy.target_id,
+        )
+        return self._copy(copy.target_id, target.record.address, request)
+
+    async def _copy(self, target_id: str, address: str, request: cache_pb2.CopyRequest) -> str:
+        stub = cache_pb2_grpc.CacheStub(self._channels.get(address, Role.WORKER))
+        try:
+            reply = await _reply(stub.Copy(request, timeout=_COPY_S), address)
+        finally:
+            self._state.apply(CopySettled(target_id, time.monotonic()))
+        return reply.outcome

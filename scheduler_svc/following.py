@@ -1,31 +1,38 @@
-"""The policy and the SLOs in force: as in etcd, and as this scheduler has just set or suspended them."""
+"""The policy and the SLOs in force: as in etcd, and as this scheduler has just set or suspended them.
+
+A policy is suspended by its guard, after bad or late answers (`Following.suspend`), or because a call of it
+does not return: then the process runs again without it (`Following.watched_calls`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from scheduler_svc.admin.validation import policy_record
-from scheduler_svc.settings import Conflict, Settings
+from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
 from tailrace.control.events import PolicyFollowed
 from tailrace.control.live import LiveControl
-from tailrace.control.runner import Guard
-from tailrace.records import PolicyRecord, resumed, suspended
+from tailrace.control.runner import Call, Guard
+from tailrace.records import PolicyRecord, encode_policy, resumed, suspended
+from tailrace.service.watchdog import restart_process, watched_calls
 from tailrace.slo import Slo
 from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
+from tailrace.store.reading import read_policy
 from tailrace.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds within which etcd's watch delivers a write, or will not deliver it: etcd's data was replaced.
-_ETCD_LAG_S: Final = 5.0
 _RETRY_S: Final = 1.0
 
 
@@ -125,6 +132,55 @@ class Following:
                         self._policy = _written(record, revision)
                     self.follow()
 
+    # ---- calls that do not return, as seen from the watchdog's thread
+
+    def watched_calls(self) -> AbstractContextManager[None]:
+        """Watch the calls of policies during the block.
+
+        A policy whose call took more than a second is suspended when the call returns. If a call does not
+        return within three, this process runs again, with the policy suspended from its beginning: a call
+        cannot be ended in any other way. Neither happens without a watchdog (TAILRACE_WATCHDOG_S=0), nor
+        while a call holds the interpreter's lock: then the watchdog's own timeout ends the process.
+        """
+        return watched_calls(self._current_call, self._on_late, self._on_hung)
+
+    def _guards(self) -> list[Guard]:
+        shadow = self._control.shadow
+        return [self._guard] if shadow is None else [self._guard, shadow.guard]
+
+    def _current_call(self) -> object | None:
+        return next((call for guard in self._guards() if (call := guard.call) is not None), None)
+
+    def _on_late(self, call: object) -> None:
+        assert isinstance(call, Call)
+        for guard in self._guards():
+            # In the watchdog's thread: by the next line the call may have ended, and another one begun.
+            if guard.call is call:
+                guard.stuck = call
+
+    def _on_hung(self, call: object, seconds: float) -> None:
+        assert isinstance(call, Call)
+        what, name, active = call.what, call.of.name, self._control.active
+        log.critical(
+            "policy %s has not returned from %s for %.1f s: restarting without it", name, what, seconds
+        )
+        faulthandler.dump_traceback()
+        record = active.record if call.of is active else call.of
+        if isinstance(record, PolicyRecord):
+            why = f"{what}: did not return within {seconds:.1f} s"
+            os.environ[_HUNG] = encode_policy(suspended(record, why)).decode()
+        restart_process()
+
+
+# Environment variable from one run of this process to the next: the policy whose call did not return.
+_HUNG: Final = "TAILRACE_HUNG_POLICY"
+
+
+def hung_before() -> PolicyRecord | None:
+    """Return the policy, suspended, because of which the previous run of this process ended; None if it was
+    none."""
+    return read_policy(os.environ.pop(_HUNG, "").encode())
+
 
 def _written(value: T, revision: int) -> _Written[T]:
-    return _Written(value, revision, time.monotonic() + _ETCD_LAG_S)
+    return _Written(value, revision, time.monotonic() + ETCD_LAG_S)

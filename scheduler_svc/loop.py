@@ -88,26 +88,24 @@ class DecisionLoop:
         arrival, placement = self._control.handle(Arrived(asked, time.monotonic(), time.time()))
         decided_us = (time.perf_counter() - began_s) * 1e6
         if isinstance(placement, Refuse):
-            counter = self._metrics.refused_late if placement.final else self._metrics.refusals
-            counter.inc()
+            self._metrics.refused(asked.frontend_id, placement.final)
             return scheduler_pb2.PlaceReply(
                 policy=policy,
                 refusal=placement.reason or "refused",
                 final=placement.final,
                 decided_us=decided_us,
             )
-        self._metrics.placed(policy, placement.instance_id)
         cached = arrival.found_tokens(placement.instance_id, placement.pull_from)
-        self._metrics.placed_tokens.inc(arrival.context_tokens)
-        self._metrics.placed_cached_tokens.inc(cached)
         reply = scheduler_pb2.PlaceReply(
             instance_id=placement.instance_id, policy=policy, cached_tokens=cached, decided_us=decided_us
         )
         if self._control.active.declared.pacer:
             reply.pace_s = self._control.active.slo.reading_s
         holder = self._control.model.tracked(placement.pull_from) if placement.pull_from else None
+        self._metrics.placed(
+            policy, placement.instance_id, arrival.context_tokens, cached, holder is not None
+        )
         if holder is not None:
-            self._metrics.pulls.inc()
             reply.pull_from_instance_id = placement.pull_from
             reply.pull_address = holder.record.address
             reply.pull_tokens = arrival.reported_tokens(placement.pull_from)

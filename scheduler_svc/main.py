@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
-import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
 import click
 
-from scheduler_svc.actuator import Actuator
+from scheduler_svc.actuator import Actuator, WorkerCalls
 from scheduler_svc.admin.errors import AdminErrors
 from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
 from scheduler_svc.admin.in_force import InForce
@@ -24,7 +22,7 @@ from scheduler_svc.admin.shadowing import Shadowing
 from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.desired import LOOP, DesiredMetrics
 from scheduler_svc.drainer import Drainer
-from scheduler_svc.following import Following
+from scheduler_svc.following import Following, hung_before
 from scheduler_svc.loop import DecisionLoop, SchedulerServicer, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter
@@ -33,16 +31,15 @@ from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.settings import Settings
-from scheduler_svc.worker_calls import Copier, Negotiator, PromptReturns
 from tailrace.brief_help import BriefCommand
 from tailrace.control.events import KnownMembers, MembersChanged
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Call, Guard, warm_up
+from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Guard, warm_up
 from tailrace.numeric import Duration, RealRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
-from tailrace.records import PolicyRecord, encode_policy, suspended
+from tailrace.records import PolicyRecord
 from tailrace.scaling import DEFAULT_SCALING, Scaling
 from tailrace.security.audit import AuditFile, Auditing
 from tailrace.service.options import CommonOptions, common_options, file_of
@@ -50,9 +47,8 @@ from tailrace.service.runtime import ServiceContext, Shutdown, open_service, run
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.service.settings import settings_options
 from tailrace.service.tasks import Loop, supervised
-from tailrace.service.watchdog import restart_process, waited_for_core_s, watched_calls
-from tailrace.store.election import Election, Leadership
-from tailrace.store.reading import read_policy
+from tailrace.service.watchdog import waited_for_core_s
+from tailrace.store.election import Leadership
 from tailrace.telemetry.audit import audit_export
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
@@ -61,8 +57,6 @@ log = logging.getLogger(__name__)
 
 KIND: Final = "scheduler"
 DEFAULT_POLICY: Final = "least_loaded"
-HUNG: Final = "TAILRACE_HUNG_POLICY"
-"""Environment variable from one run of this process to the next: the policy whose call did not return."""
 # Resigning leadership takes two calls to etcd.
 _DRAIN_S: Final = 10.0
 
@@ -121,7 +115,7 @@ def command(
     """Decide where requests run; run a second scheduler as a standby."""
     if scaling.least > scaling.most:
         raise click.UsageError(f"--desired-min {scaling.least} must not exceed --desired-max {scaling.most}")
-    hung = read_policy(os.environ.pop(HUNG, "").encode())
+    hung = hung_before()
     try:
         parameters = read_assignments(assignments)
         load(policy, parameters=parameters)
@@ -156,14 +150,8 @@ async def serve(
         async with (
             auditing(common.member_id, audit_log) as audit,
             serve_grpc(common.listen, parts.servicers, common.transport, [audit], allowed) as server,
-            AsyncExitStack() as membership,
+            await service.stand(server.address, leading) as membership,
         ):
-            record = service.record(server.address)
-            await membership.enter_async_context(service.announced(record))
-            log.info("%s serves on %s", record.service_id, server.address)
-            election = Election(service.store, record, leading)
-            election.start()
-            membership.push_async_callback(election.close)
 
             async def drain() -> None:
                 # Let another scheduler lead and serve front ends before this one stops answering.
@@ -220,13 +208,9 @@ class Parts:
         traceparents = Traceparents()
         migrations = self.migrations = Migrations(service.members, service.channels)
         migration_starter = MigrationStarter(self.state, migrations, traceparents)
-        negotiator = Negotiator(self.state, service.channels, traceparents)
-        prompt_returns = PromptReturns(self.state, service.channels)
-        copier = Copier(self.state, service.channels)
-        self.actuator = Actuator(
-            self.state, migration_starter, negotiator, prompt_returns, copier, settings, self.metrics
-        )
-        guard = self._guard = Guard(self.metrics, budgets, waited_for_core_s)
+        workers = WorkerCalls(self.state, service.channels, traceparents)
+        self.actuator = Actuator(self.state, migration_starter, workers, settings, self.metrics)
+        guard = Guard(self.metrics, budgets, waited_for_core_s)
         self.control = LiveControl(self.state, self.active, self.actuator, guard)
         self._following = Following(self.control, service.members, settings, guard)
         guard.on_suspend = self._following.suspend
@@ -284,40 +268,16 @@ class Parts:
                 self._members, self._settings.delete_orphaned_records, self._leading
             ),
         }
-        with watched_calls(self._current_call, self._on_late, self._on_hung):
+        with self._following.watched_calls():
             async with supervised(loops):
                 await asyncio.get_running_loop().create_future()
 
     def _follow_members(self) -> None:
         self.control.handle(MembersChanged(KnownMembers.of(self._members), time.monotonic()))
-        self.metrics.keep_instances(self._members.instances)
+        services = self._members.services.items()
+        self.metrics.keep_members(
+            {name: record.model for name, record in self._members.instances.items()},
+            {name: record.model for (kind, name), record in services if kind == "frontend"},
+        )
         self._following.follow()
         self.metrics.in_force(self.active.name)
-
-    # ---- calls of policies that take too long, seen from the watchdog's thread
-
-    def _guards(self) -> list[Guard]:
-        shadow = self.control.shadow
-        return [self._guard] if shadow is None else [self._guard, shadow.guard]
-
-    def _current_call(self) -> object | None:
-        return next((call for guard in self._guards() if (call := guard.call) is not None), None)
-
-    def _on_late(self, call: object) -> None:
-        for guard in self._guards():
-            if guard.call is call:
-                guard.stuck = guard.call
-
-    def _on_hung(self, call: object, seconds: float) -> None:
-        """Restart without the policy: a call cannot be ended in any other way."""
-        assert isinstance(call, Call)
-        what, name = call.what, call.of.name
-        log.critical(
-            "policy %s has not returned from %s for %.1f s: restarting without it", name, what, seconds
-        )
-        faulthandler.dump_traceback()
-        record = self.active.record if call.of is self.active else call.of
-        if isinstance(record, PolicyRecord):
-            why = f"{what}: did not return within {seconds:.1f} s"
-            os.environ[HUNG] = encode_policy(suspended(record, why)).decode()
-        restart_process()

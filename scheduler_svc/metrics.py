@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -37,6 +37,16 @@ _OUTCOMES: Final[Mapping[type[Action], Sequence[str]]] = {
 }
 
 
+class _ByModel(NamedTuple):
+    """Counters of a model, or of all."""
+
+    tokens: Counter
+    cached_tokens: Counter
+    pulls: Counter
+    refusals: Counter
+    refused_late: Counter
+
+
 class SchedulerMetrics:
     """Hold one scheduler's metrics."""
 
@@ -44,23 +54,32 @@ class SchedulerMetrics:
         self._errors = LimitedLog(log, _ERRORS_S)
         # Series of `placements` by instance and policy.
         self._placed: dict[str, dict[str, Counter]] = {}
+        # Models by instance and by front end.
+        self._of_instance: Mapping[str, str] = {}
+        self._of_frontend: Mapping[str, str] = {}
+        self._by_model: dict[str, _ByModel] = {}
         self.placements = Counter(
             "tailrace_scheduler_placements",
             "Requests placed.",
-            ["policy", "instance"],
+            ["policy", "instance", "model"],
             registry=registry,
         )
         self.placed_tokens = Counter(
-            "tailrace_scheduler_placed_tokens", "Prompt tokens of requests placed.", registry=registry
+            "tailrace_scheduler_placed_tokens",
+            "Prompt tokens of requests placed.",
+            ["model"],
+            registry=registry,
         )
         self.placed_cached_tokens = Counter(
             "tailrace_scheduler_placed_cached_tokens",
             "Those that the chosen instance held according to the index, or was to pull.",
+            ["model"],
             registry=registry,
         )
         self.pulls = Counter(
             "tailrace_scheduler_pulls",
             "Placements with a prefix to be pulled from another instance.",
+            ["model"],
             registry=registry,
         )
         self.cache_index_blocks = Gauge(
@@ -79,11 +98,15 @@ class SchedulerMetrics:
             registry=registry,
         )
         self.refusals = Counter(
-            "tailrace_scheduler_refusals", "Requests that no instance could take.", registry=registry
+            "tailrace_scheduler_refusals",
+            "Requests that no instance could take.",
+            ["model"],
+            registry=registry,
         )
         self.refused_late = Counter(
             "tailrace_scheduler_refused_late",
             "Requests refused on arrival because their first token would have come too late.",
+            ["model"],
             registry=registry,
         )
         self.decision_seconds = Histogram(
@@ -144,16 +167,53 @@ class SchedulerMetrics:
             logging.ERROR, f"{policy} {point.value}", f"policy {policy} at {point.value}: {why}"
         )
 
-    def placed(self, policy: str, instance_id: str) -> None:
-        """Count a placement."""
+    def placed(self, policy: str, instance_id: str, tokens: int, cached: int, pulled: bool) -> None:
+        """Count a placement. `tokens`: of its prompt; `cached`: of these, those that need no prefill."""
+        model = self._of_instance.get(instance_id, "")
         by_policy = self._placed.setdefault(instance_id, {})
         counter = by_policy.get(policy)
         if counter is None:
-            counter = by_policy[policy] = self.placements.labels(policy, instance_id)
+            counter = by_policy[policy] = self.placements.labels(policy, instance_id, model)
         counter.inc()
+        series = self._series(model)
+        series.tokens.inc(tokens)
+        series.cached_tokens.inc(cached)
+        if pulled:
+            series.pulls.inc()
 
-    def keep_instances(self, known: Container[str]) -> None:
-        """Remove the series of other instances: each restart of a worker may have a new name."""
-        for gone in [name for name in self._placed if name not in known]:
-            for policy in self._placed.pop(gone):
-                self.placements.remove(policy, gone)
+    def refused(self, frontend_id: str, late: bool) -> None:
+        """Count a refusal. `late`: its first token would have come too late."""
+        series = self._series(self._of_frontend.get(frontend_id, ""))
+        (series.refused_late if late else series.refusals).inc()
+
+    def keep_members(self, of_instance: Mapping[str, str], of_frontend: Mapping[str, str]) -> None:
+        """Remove the series of other instances and models: each restart of a worker may have a new name.
+        Begin those of new models.
+
+        `of_instance`, `of_frontend`: the model of each.
+        """
+        labelled = {name: self._of_instance.get(name, "") for name in self._placed}
+        for gone, model in labelled.items():
+            if of_instance.get(gone) != model:
+                for policy in self._placed.pop(gone):
+                    self.placements.remove(policy, gone, model)
+        models = {*of_instance.values(), *of_frontend.values()}
+        for model in self._by_model.keys() - models:
+            del self._by_model[model]
+            for counter in self._counters:
+                counter.remove(model)
+        for model in models:
+            self._series(model)
+        self._of_instance, self._of_frontend = of_instance, of_frontend
+
+    def _series(self, model: str) -> _ByModel:
+        known = self._by_model.get(model)
+        if known is None:
+            known = self._by_model[model] = _ByModel(*(each.labels(model) for each in self._counters))
+        return known
+
+    @property
+    def _counters(self) -> _ByModel:
+        return _ByModel(
+            self.placed_tokens, self.placed_cached_tokens, self.pulls, self.refusals, self.refused_late
+        )

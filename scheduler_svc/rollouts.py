@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final
 
 from scheduler_svc.admin.errors import AdminError
 from tailrace.cluster import InstanceState
@@ -27,13 +27,6 @@ _POLL_S: Final = 0.25
 _REPORT_LAG_S: Final = 1.0
 
 
-class Swap(Protocol):
-    """Replace a rollout record by compare-and-swap (Settings.swap_rollout)."""
-
-    def __call__(self, model: str, expected: RolloutRecord | None, record: RolloutRecord) -> Awaitable[None]:
-        """Replace `expected` by `record`. Raise Conflict or StoreUnavailable."""
-
-
 class Rollouts:
     """Collect the facts that rollouts depend on, and take the next step of each."""
 
@@ -41,10 +34,12 @@ class Rollouts:
         self,
         members: Membership,
         state: ReportedCluster,
-        swap: Swap,
+        swap: Callable[[str, RolloutRecord | None, RolloutRecord], Awaitable[None]],
         leading: asyncio.Event,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
+        """`swap(model, expected, record)` replaces a record by compare-and-swap; it raises Conflict or
+        StoreUnavailable."""
         self._members = members
         self._state = state
         self._swap = swap

@@ -30,6 +30,9 @@ from tailrace.store.reading import (
 from tailrace.store.store import Store
 
 _ATTEMPTS: Final = 5
+ETCD_LAG_S: Final = 5.0
+"""Seconds within which etcd's watch delivers a write, or will not deliver it: another writer has reverted it,
+or etcd's data was replaced."""
 
 
 class Conflict(AdminError):

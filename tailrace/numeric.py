@@ -39,14 +39,28 @@ class Duration(RealRange):
 
     name = "duration"
 
+    def __init__(
+        self,
+        min: float | None = None,
+        max: float | None = None,
+        min_open: bool = False,
+        or_zero: bool = False,
+    ) -> None:
+        """`or_zero`: 0 is allowed below `min`, too, and disables something."""
+        super().__init__(min, max, min_open)
+        self._or_zero = or_zero
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the seconds. Raise click.BadParameter."""
         seconds = in_seconds(value) if isinstance(value, str) else value
         try:
-            float(seconds)
+            number = float(seconds)
         except (ValueError, OverflowError):
             self.fail(f"{shown(value)} is not a duration: seconds, or a number with {UNITS}", param, ctx)
-        return super().convert(seconds, param, ctx)
+        return 0.0 if self._or_zero and number == 0.0 else super().convert(seconds, param, ctx)
+
+    def _describe_range(self) -> str:
+        return f"0 or {super()._describe_range()}" if self._or_zero else super()._describe_range()
 
 
 class WholeRange(click.IntRange):

@@ -10,13 +10,15 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from execnet import XSpec
 from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
-from tests.harness.forked import end_servers
+from tests.harness.forked import end_servers, servers, start_servers, use_servers
 from tests.leftovers import end_with_this_process
 from tests.machine import free_cores
 from tests.ports import free_port
@@ -89,6 +91,7 @@ _ANYWAY = "TAILRACE_TEST_ANYWAY"
 def pytest_configure(config: pytest.Config) -> None:
     """End what the run starts when the run ends. Refuse a whole run on a machine that is too slow for it."""
     if hasattr(config, "workerinput"):
+        use_servers(config.workerinput["servers"])
         return
     end_with_this_process()
     if "MAKELEVEL" not in os.environ or os.environ.get(_ANYWAY):
@@ -99,6 +102,21 @@ def pytest_configure(config: pytest.Config) -> None:
             f"({_CORES_NEEDED:g} at the least). Give it more, stop what else runs, or try with {_ANYWAY}=1.",
             returncode=2,
         )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
+    """Fork the workers of a whole run from one process: each would import vLLM to collect the tests."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        python = start_servers()
+        for spec in specs:
+            spec.python = python
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Let the workers fork services from the same processes."""
+    node.workerinput["servers"] = servers()
 
 
 def pytest_unconfigure() -> None:

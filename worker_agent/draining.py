@@ -19,7 +19,8 @@ from tailrace.store.client import StoreUnavailable
 from tailrace.store.registration import Registration
 from tailrace.v1 import worker_pb2
 from worker_agent.frontends import FrontEnds
-from worker_agent.migration.registry import Exports, Imports
+from worker_agent.migration.source import Exports
+from worker_agent.migration.target import Imports
 from worker_agent.returns import Returns
 from worker_agent.running_requests import RunningRequests
 

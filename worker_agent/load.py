@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from tailrace.cluster import Phase
-from tailrace.messages import PHASE_NUMBERS
+from tailrace.messages import PHASE_NUMBERS, REQUEST_STATE_NUMBERS
 from tailrace.perf.horizon import FutureLoad
 from tailrace.perf.remaining import tokens_left
 from tailrace.telemetry.incidents import guarded
 from tailrace.v1 import monitor_pb2, worker_pb2
 from worker_agent.engine.base import EngineStats, RequestStats
-from worker_agent.phase_events import STATES
 from worker_agent.progress import Progress
 from worker_agent.running_requests import RunningRequest
 from worker_agent.speeds import Speeds
+
+STATES: Final = {state.value: number for state, number in REQUEST_STATE_NUMBERS.items()}
+"""States of requests, by the engine's names of them."""
 
 _future_load: Final = FutureLoad()
 # States of requests that take part in no step; a paused one is about to leave the engine, or to go on.

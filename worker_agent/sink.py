@@ -16,7 +16,7 @@ from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.phase_events import PhaseEvents
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequest, RunningRequests
 
 log = logging.getLogger(__name__)

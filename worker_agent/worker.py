@@ -24,10 +24,9 @@ from tailrace.v1 import worker_pb2
 from tailrace.v1.bidask_pb2_grpc import add_BidAskServicer_to_server
 from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from worker_agent.attach import AttachStreams, refusal_message
 from worker_agent.bidask.coordinator import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
-from worker_agent.dispatch import Admission, Dispatcher
+from worker_agent.dispatch import Admission, AttachStreams, Dispatcher, refusal_message
 from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.engines import kv_transport
@@ -40,10 +39,8 @@ from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.copying import LinkBudget
 from worker_agent.migration.export_call import SourceLink
-from worker_agent.migration.registry import Exports, Imports
-from worker_agent.migration.source import SourceParts
-from worker_agent.migration.target import TargetParts
-from worker_agent.phase_events import PhaseEvents
+from worker_agent.migration.source import Exports, SourceParts
+from worker_agent.migration.target import Imports, TargetParts
 from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import Copies, LoanLink, PromptLink, PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
@@ -56,7 +53,7 @@ from worker_agent.registration import (
     replaced_message,
     wait_until_free,
 )
-from worker_agent.reports import Reports
+from worker_agent.reports import PhaseEvents, Reports
 from worker_agent.returns import Returns
 from worker_agent.running_requests import RunningRequests
 from worker_agent.servicer import WorkerServicer

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.control.plane import ControlPlane, Load, WorkersEnded, control_plane
 from benchmarks.control.population import MAX_TOKENS, PROMPT_TOKENS
-from frontend_svc.placement_client import PlacementClient
+from frontend_svc.placement import PlacementClient
 from tailrace.service.channels import Channels
 from tailrace.v1 import scheduler_pb2
 from tests.harness.loadgen import percentile

@@ -25,7 +25,7 @@ from experiments.claims.kept import KeptFigures, code_version
 from experiments.claims.verdicts import number
 from experiments.policies.grounds import GROUNDS, Case
 from experiments.policies.measure import capacity_per_s, measure
-from experiments.policies.page import Found, grounds_of, plot, section
+from experiments.policies.page import Found, grounds_of, plot, section, with_parts
 from simulator.parallel import Progress, Task, run_tasks
 from tests.harness.report import RESULTS
 
@@ -113,7 +113,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of arrivals")
     parser.add_argument("--resume", type=Path, help="[default: one for each number of seconds and seeds]")
     parser.add_argument(
-        "--docs", type=Path, help=f"where the page is written [default: {_DOCS}, if it has all grounds]"
+        "--docs",
+        type=Path,
+        help="where the page is written; one that is there keeps the grounds that are not run "
+        f"[default: {_DOCS}, if all are]",
     )
     parser.add_argument("--processes", type=int)
     options = parser.parse_args()
@@ -136,7 +139,10 @@ def main() -> None:
         image.parent.mkdir(parents=True, exist_ok=True)
         image.write_text(plot(ground, SHARES, found))
     page = docs / "policies-compared.md"
-    page.write_text("\n".join(lines) + "\n")
+    text = "\n".join(lines) + "\n"
+    if len(grounds) < len(GROUNDS) and page.exists():
+        text = with_parts(page.read_text(), text)
+    page.write_text(text)
     console.print(f"wrote {page}; runs are kept in {resume}")
 
 

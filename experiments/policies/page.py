@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
@@ -154,6 +155,14 @@ def section(ground: Ground, shares: Sequence[float], rates: Mapping[float, float
         lines += [f"At {share:.0%} of the capacity, {rates[share]:.3g} requests/s:", ""]
         lines += [*table(found[ground.name, share]), ""]
     return lines
+
+
+def with_parts(page: str, new: str) -> str:
+    """Return the page with the parts that `new` has, too, replaced by those; headings part them."""
+    headings = re.compile(r"^(?=##? )", re.MULTILINE)
+    parts = {part.partition("\n")[0]: part for part in headings.split(new)}
+    kept = [parts.get(part.partition("\n")[0], part).rstrip("\n") for part in headings.split(page)]
+    return "\n\n".join(filter(None, kept)) + "\n"
 
 
 def grounds_of(found: Found) -> list[Ground]:

@@ -1,8 +1,8 @@
 """vLLM's own statistics (`vllm:...`, and its log line) of an API server over a fleet.
 
-`frontend_svc` tells how many requests run and wait, and how full the KV is (frontend_svc/load.py); workers
-tell when a request was queued, scheduled and preempted. The rest is made here: what an engine core would
-count but no message carries, and times by this process's clock, since a request's outputs may come from
+`frontend_svc` tells how many requests run and wait, and how full the KV is (frontend_svc/observer.py);
+workers tell when a request was queued, scheduled and preempted. The rest is made here: what an engine core
+would count but no message carries, and times by this process's clock, since a request's outputs may come from
 several machines.
 """
 

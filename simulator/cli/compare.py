@@ -13,21 +13,16 @@ import click
 from rich.table import Table
 
 from simulator.cli.options import (
+    FleetSettings,
+    PolicySettings,
+    SloSettings,
     check_policy,
     crossed,
-    fleet_of,
-    fleet_options,
-    moves_option,
-    parameters_of,
     plain,
     processes_option,
     report_option,
-    set_option,
     simulation_errors,
-    slo_of,
-    slo_options,
     task_bar,
-    workload_options,
     write_report,
 )
 from simulator.comparison import BETTER, Cell, Comparison, Group, Plan, compare, section_starts_s
@@ -40,6 +35,30 @@ from tailrace.cli.errors import UsageProblem
 from tailrace.cli.output import Output, console, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
 from tailrace.numeric import RealRange, WholeRange
+from tailrace.service.settings import setting, settings_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSettings:
+    """What is compared, besides the policies."""
+
+    workloads: tuple[str, ...] = setting((), "Can be repeated.", "--workload", multiple=True, required=True)
+    rates: tuple[float, ...] = setting(
+        (),
+        "Mean requests per second; can be repeated.",
+        "--rate",
+        multiple=True,
+        type=RealRange(min=0.0, min_open=True),
+    )
+    seeds: int = setting(3, "Number of seeds.", type=WholeRange(1, 1000))
+    seed: int = setting(0, "First seed.", type=WholeRange(min=0))
+    workload: WorkloadOptions
+    cross: bool = setting(
+        False, "Give every policy each of the batch orders that the policies have.", is_flag=True
+    )
+    policy: PolicySettings
+    fleet: FleetSettings
+    slo: SloSettings
 
 
 @click.command(
@@ -49,56 +68,13 @@ from tailrace.numeric import RealRange, WholeRange
     "--profile r1-distill-qwen-32b-h100 --report compare.html",
 )
 @click.argument("policies", metavar="POLICY...", nargs=-1, required=True)
-@click.option("--workload", "workloads", multiple=True, required=True, help="Can be repeated.")
-@click.option(
-    "--rate",
-    "rates",
-    multiple=True,
-    type=RealRange(min=0.0, min_open=True),
-    help="Mean requests per second; can be repeated.",
-)
-@click.option("--seeds", type=WholeRange(1, 1000), default=3, show_default=True, help="Number of seeds.")
-@click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="First seed.")
-@workload_options
-@click.option(
-    "--cross",
-    is_flag=True,
-    help="Give every policy each of the batch orders that the policies have.",
-)
-@moves_option
-@fleet_options
-@set_option
-@slo_options
+@settings_options(CompareSettings, "settings")
 @processes_option
 @report_option
 @output_option(Output.TABLE, Output.CSV)
 def compare_command(
     policies: tuple[str, ...],
-    workloads: tuple[str, ...],
-    rates: tuple[float, ...],
-    seeds: int,
-    seed: int,
-    speed: float | None,
-    count: int | None,
-    start: float,
-    duration: float | None,
-    max_model_len: int | None,
-    cross: bool,
-    moves: str,
-    profile: str,
-    instances: int | None,
-    length_penalty: str,
-    prefill_instances: int | None,
-    prefix_caching: bool,
-    host_kv_gib: float,
-    host_caching: bool,
-    predict: str | None,
-    assignments: tuple[str, ...],
-    slo_ttft: float,
-    slo_tpot: float,
-    slo_qoe: float,
-    slo_pace: float,
-    slo_admit: float,
+    settings: CompareSettings,
     processes: int | None,
     report: Path | None,
     output: Output,
@@ -114,36 +90,27 @@ def compare_command(
     """
     for name in policies:
         check_policy(name, "POLICY")
-    if cross:
+    if settings.cross:
         policies = crossed(policies)
     _distinct("POLICY", policies)
-    _distinct("--workload", workloads)
-    _distinct("--rate", rates)
+    _distinct("--workload", settings.workloads)
+    _distinct("--rate", settings.rates)
     plan = Plan(
         policies,
-        workloads,
-        rates or (None,),
-        range(seed, seed + seeds),
-        WorkloadOptions(
-            speed=speed, count=count, start_s=start, duration_s=duration, max_model_len=max_model_len
-        ),
-        fleet_of(
-            profile,
-            instances,
-            length_penalty,
-            prefill_instances,
-            prefix_caching,
-            host_kv_gib,
-            host_caching,
-        ),
-        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
-        predict,
-        parameters=parameters_of(assignments, policies, moves),
+        settings.workloads,
+        settings.rates or (None,),
+        range(settings.seed, settings.seed + settings.seeds),
+        settings.workload,
+        settings.fleet.fleet(),
+        settings.slo.slo(),
+        settings.fleet.engine.predict,
+        parameters=settings.policy.parameters(policies),
     )
     with simulation_errors():
         # Report unusable workloads before anything runs.
-        for workload in workloads:
-            resolve_workload(workload, replace(plan.options, rate_per_s=plan.rates[0], seed=seed))
+        for workload in plan.workloads:
+            first = replace(plan.options, rate_per_s=plan.rates[0], seed=settings.seed)
+            resolve_workload(workload, first)
         plan = replace(plan, starts_s=_section_starts(plan))
         with task_bar("comparing") as progress:
             comparison = compare(plan, processes=processes, progress=progress)
@@ -158,8 +125,9 @@ def compare_command(
         case _:
             for group in comparison.groups:
                 source = group.cells[0].outcomes[0].source
-                if seeds > 1:
-                    source = source.replace(f"seed {seed}", f"seeds {seed} to {seed + seeds - 1}")
+                if len(plan.seeds) > 1:
+                    first, last = plan.seeds[0], plan.seeds[-1]
+                    source = source.replace(f"seed {first}", f"seeds {first} to {last}")
                 click.echo(source)
                 table, left_out = group_table(group, console().width)
                 print_figures(table)
@@ -168,9 +136,11 @@ def compare_command(
                 click.echo()
             for setup in plan.setups():
                 click.echo(knowledge_line(setup))
-            if len({setup.intra_name for setup in plan.setups()}) > 1 and not cross:
+            if len({setup.intra_name for setup in plan.setups()}) > 1 and not settings.cross:
                 note("batch orders differ, and may make the difference: --cross gives each one to all")
-            click.echo(f"SLO: {plan.slo.describe()}; seeds: {seeds}; ± half of a 95% interval (Student's t)")
+            click.echo(
+                f"SLO: {plan.slo.describe()}; seeds: {settings.seeds}; ± half of a 95% interval (Student's t)"
+            )
             click.echo("*: the best mean; =: not distinguishable from it, paired by seed")
 
 

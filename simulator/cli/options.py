@@ -1,11 +1,12 @@
-"""What the simulator's commands share: options, progress bars, figures as JSON, and writing a report."""
+"""What the simulator's commands share: settings, progress bars, figures as JSON, and writing a report."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -19,8 +20,7 @@ from simulator.scenario import HOST_KV_GIB, INSTANCES, Fleet, kinds_of
 from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
-from simulator.workloads.resolve import COUNT_MAX
-from tailrace.brief_help import Rare
+from simulator.workloads.resolve import WorkloadOptions
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import note
 from tailrace.cli.plain import JsonValue
@@ -29,200 +29,187 @@ from tailrace.perf.length_penalty import LengthPenaltyError, load_length_penalty
 from tailrace.policy.parameters import ParameterError, Value, read_assignments
 from tailrace.policy.registry import MOVES, parts_of
 from tailrace.profiles import ProfileError, load_profile
+from tailrace.service.settings import setting
 from tailrace.slo import Slo, SloError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100"
-_POSITIVE: Final = RealRange(min=0.0, min_open=True)
 INSTANCES_MAX: Final = 20_000
 
 
-def fleet_options(function: F) -> F:
-    """Add --profile, --instances and --prefill-instances, and what `engine_options` adds."""
-    for option in reversed(
-        (
-            click.option(
-                "--profile",
-                default=DEFAULT_PROFILE,
-                show_default=True,
-                help="Model and GPU: name of a built-in profile, or a JSON file; NAME:COUNT,NAME:COUNT for "
-                "a fleet of unequal instances.",
-            ),
-            click.option(
-                "--instances",
-                type=WholeRange(1, INSTANCES_MAX),
-                help=f"How many. [default: {INSTANCES}, or as many as --profile has]",
-            ),
-            click.option(
-                "--prefill-instances",
-                cls=Rare,
-                type=WholeRange(min=1),
-                help="For policies with pools: initial number of prefill instances. [default: the "
-                "policy's share]",
-            ),
-            engine_options,
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What each instance of a fleet has besides its profile."""
+
+    length_penalty: str = setting("none", "Cost of unequal lengths in a batch: name or JSON file.", rare=True)
+    prefix_caching: bool = setting(
+        False, "Give instances a prefix cache, for workloads whose prompts share prefixes.", is_flag=True
+    )
+    host_kv_gib: float = setting(
+        HOST_KV_GIB,
+        "Host memory per instance for KV, in GiB; preempted requests take precedence. 0: they are "
+        "recomputed.",
+        "--host-kv",
+        type=RealRange(0.0, 1e6),
+        rare=True,
+    )
+    host_caching: bool = setting(
+        False,
+        "With --prefix-caching: keep evicted blocks in host memory, and load them back.",
+        is_flag=True,
+        rare=True,
+    )
+    predict: str | None = setting(
+        None,
+        "Workers' predictions of output lengths. [default: what the policy needs]",
+        type=click.Choice(PREDICTIONS),
+        rare=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """The fleet to simulate."""
+
+    profile: str = setting(
+        DEFAULT_PROFILE,
+        "Model and GPU: name of a built-in profile, or a JSON file; NAME:COUNT,NAME:COUNT for a fleet of "
+        "unequal instances.",
+    )
+    instances: int | None = setting(
+        None,
+        f"How many. [default: {INSTANCES}, or as many as --profile has]",
+        type=WholeRange(1, INSTANCES_MAX),
+    )
+    prefill_instances: int | None = setting(
+        None,
+        "For policies with pools: initial number of prefill instances. [default: the policy's share]",
+        type=WholeRange(min=1),
+        rare=True,
+    )
+    engine: EngineSettings = EngineSettings()
+
+    def fleet(self) -> Fleet:
+        """Return the fleet. Raise UsageProblem that names the option."""
+        engine = self.engine
+        try:
+            counts = kinds_of(self.profile, self.instances)
+            kinds = [load_profile(name) for name, _ in counts]
+        except (ProfileError, ValueError) as error:
+            raise UsageProblem(f"--profile: {error}") from error
+        if len({kind.kv_bytes_per_token for kind in kinds}) > 1:
+            raise UsageProblem(
+                f"--profile: {self.profile}: KV of different sizes per token, so of different models"
+            )
+        instances = sum(count for _, count in counts)
+        if instances > INSTANCES_MAX:
+            raise UsageProblem(f"--profile: {instances} instances; at most {INSTANCES_MAX} are possible")
+        try:
+            load_length_penalty(engine.length_penalty)
+        except LengthPenaltyError as error:
+            raise UsageProblem(f"--length-penalty: {error}") from error
+        if self.prefill_instances is not None and self.prefill_instances >= instances:
+            raise UsageProblem(
+                f"--prefill-instances: {self.prefill_instances} of {instances} leaves no instance to decode"
+            )
+        if engine.host_caching and not engine.prefix_caching:
+            raise UsageProblem("--host-caching requires --prefix-caching")
+        return Fleet(
+            self.profile,
+            instances,
+            engine.length_penalty,
+            self.prefill_instances,
+            engine.prefix_caching,
+            engine.host_kv_gib,
+            engine.host_caching,
         )
-    ):
-        function = option(function)
-    return function
 
 
-def engine_options(function: F) -> F:
-    """Add --length-penalty, --prefix-caching, --host-kv, --host-caching and --predict."""
-    for option in reversed(
-        (
-            click.option(
-                "--length-penalty",
-                cls=Rare,
-                default="none",
-                show_default=True,
-                help="Cost of unequal lengths in a batch: name or JSON file.",
-            ),
-            click.option(
-                "--prefix-caching",
-                is_flag=True,
-                help="Give instances a prefix cache, for workloads whose prompts share prefixes.",
-            ),
-            click.option(
-                "--host-kv",
-                "host_kv_gib",
-                cls=Rare,
-                type=RealRange(0.0, 1e6),
-                default=HOST_KV_GIB,
-                show_default=True,
-                help="Host memory per instance for KV, in GiB; preempted requests take precedence. 0: they "
-                "are recomputed.",
-            ),
-            click.option(
-                "--host-caching",
-                cls=Rare,
-                is_flag=True,
-                help="With --prefix-caching: keep evicted blocks in host memory, and load them back.",
-            ),
-            click.option(
-                "--predict",
-                cls=Rare,
-                type=click.Choice(PREDICTIONS),
-                help="Workers' predictions of output lengths. [default: what the policy needs]",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+@dataclass(frozen=True, slots=True)
+class SloSettings:
+    """Service-level objectives; 0 sets none."""
+
+    slo_ttft: float = setting(
+        2.0,
+        "Seconds to the first answering token; a request that reasons gets --slo-tpot more for each "
+        "reasoning token. 0: no objective.",
+        type=RealRange(min=0.0),
+    )
+    slo_tpot: float = setting(
+        0.15, "Mean seconds between answering tokens. 0: no objective.", type=RealRange(min=0.0)
+    )
+    slo_qoe: float = setting(
+        0.0,
+        "Minimum QoE of an answer; PASCAL uses 0.95. [default: no objective]",
+        type=RealRange(min=0.0, max=1.0),
+        show_default=False,
+        rare=True,
+    )
+    slo_pace: float = setting(
+        0.0,
+        "Seconds per token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
+        type=RealRange(min=0.0),
+        show_default=False,
+        rare=True,
+    )
+    slo_admit: float = setting(
+        0.0,
+        "Refuse a request whose predicted TTFT exceeds this multiple of --slo-ttft. [default: never]",
+        type=RealRange(min=0.0),
+        show_default=False,
+        rare=True,
+    )
+
+    def slo(self) -> Slo:
+        """Return the SLO. Raise UsageProblem."""
+        given = (self.slo_ttft, self.slo_tpot, self.slo_qoe, self.slo_pace, self.slo_admit)
+        try:
+            return Slo(*(value or None for value in given))
+        except SloError as error:
+            raise UsageProblem(f"--slo-{error}") from error
 
 
-def workload_options(function: F) -> F:
-    """Add --speed, --count, --start, --duration and --max-model-len."""
-    for option in reversed(
-        (
-            click.option("--speed", cls=Rare, type=_POSITIVE, help="Factor by which a trace is sped up."),
-            click.option(
-                "--count", type=WholeRange(1, COUNT_MAX), help="Requests. [default: all; generated: 1000]"
-            ),
-            click.option(
-                "--start", cls=Rare, type=RealRange(min=0.0), default=0.0, help="Seconds of a trace to skip."
-            ),
-            click.option("--duration", cls=Rare, type=_POSITIVE, help="Seconds of the workload's own time."),
-            click.option(
-                "--max-model-len",
-                cls=Rare,
-                type=WholeRange(min=2),
-                help="Truncate prompts so that prompt and output fit into this many tokens.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """A workload at one rate."""
+
+    rate: float | None = setting(None, "Mean requests per second.", type=RealRange(min=0.0, min_open=True))
+    workload: WorkloadOptions
+
+    def options(self, **others: Any) -> WorkloadOptions:
+        """Return the workload's options at this rate, and with these others."""
+        return replace(self.workload, rate_per_s=self.rate, **others)
 
 
-def slo_options(function: F) -> F:
-    """Add --slo-ttft, --slo-tpot, --slo-qoe, --slo-pace and --slo-admit; 0 sets no objective."""
-    non_negative = RealRange(min=0.0)
-    for option in reversed(
-        (
-            click.option(
-                "--slo-ttft",
-                type=non_negative,
-                default=2.0,
-                show_default=True,
-                help="Seconds to the first answering token; a request that reasons gets --slo-tpot more "
-                "for each reasoning token. 0: no objective.",
-            ),
-            click.option(
-                "--slo-tpot",
-                type=non_negative,
-                default=0.15,
-                show_default=True,
-                help="Mean seconds between answering tokens. 0: no objective.",
-            ),
-            click.option(
-                "--slo-qoe",
-                cls=Rare,
-                type=RealRange(min=0.0, max=1.0),
-                default=0.0,
-                help="Minimum QoE of an answer; PASCAL uses 0.95. [default: no objective]",
-            ),
-            click.option(
-                "--slo-pace",
-                cls=Rare,
-                type=non_negative,
-                default=0.0,
-                help="Seconds per token at which users read, for QoE. [default: 0.1, or --slo-tpot if less]",
-            ),
-            click.option(
-                "--slo-admit",
-                cls=Rare,
-                type=non_negative,
-                default=0.0,
-                help="Refuse a request whose predicted TTFT exceeds this multiple of --slo-ttft. "
-                "[default: never]",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """How the policies are to decide."""
 
+    moves: str = setting(
+        "on",
+        "off: no policy moves a request once it is placed, which is moves=false of each.",
+        type=click.Choice(("on", "off")),
+    )
+    assignments: tuple[str, ...] = setting(
+        (),
+        "A parameter of the policy, or of all that have it; can be repeated.",
+        "--set",
+        multiple=True,
+        metavar="[POLICY:]KEY=VALUE",
+    )
 
-def slo_of(ttft_s: float, tpot_s: float, qoe: float, pace_s: float, admit: float) -> Slo:
-    """Make the SLO from options, where 0 sets no objective. Raise UsageProblem."""
-    try:
-        return Slo(ttft_s or None, tpot_s or None, qoe or None, pace_s or None, admit or None)
-    except SloError as error:
-        raise UsageProblem(f"--slo-{error}") from error
-
-
-def fleet_of(
-    profile: str,
-    instances: int | None,
-    penalty: str,
-    prefill_instances: int | None,
-    prefix_caching: bool,
-    host_kv_gib: float,
-    host_caching: bool,
-) -> Fleet:
-    """Make the fleet from options. Raise UsageProblem that names the option."""
-    try:
-        counts = kinds_of(profile, instances)
-        kinds = [load_profile(name) for name, _ in counts]
-    except (ProfileError, ValueError) as error:
-        raise UsageProblem(f"--profile: {error}") from error
-    if len({kind.kv_bytes_per_token for kind in kinds}) > 1:
-        raise UsageProblem(f"--profile: {profile}: KV of different sizes per token, so of different models")
-    instances = sum(count for _, count in counts)
-    if instances > INSTANCES_MAX:
-        raise UsageProblem(f"--profile: {instances} instances; at most {INSTANCES_MAX} are possible")
-    try:
-        load_length_penalty(penalty)
-    except LengthPenaltyError as error:
-        raise UsageProblem(f"--length-penalty: {error}") from error
-    if prefill_instances is not None and prefill_instances >= instances:
-        raise UsageProblem(
-            f"--prefill-instances: {prefill_instances} of {instances} leaves no instance to decode"
-        )
-    if host_caching and not prefix_caching:
-        raise UsageProblem("--host-caching requires --prefix-caching")
-    return Fleet(profile, instances, penalty, prefill_instances, prefix_caching, host_kv_gib, host_caching)
+    def parameters(self, policies: Sequence[str]) -> dict[str, tuple[tuple[str, Value], ...]]:
+        """Return the parameters of each policy, checked. Raise UsageProblem."""
+        try:
+            assigned = _assign(read_assignments(self.assignments), policies)
+            for policy in policies:
+                if self.moves == "off" and any(p.name == MOVES.name for p in setup_for(policy).parameters()):
+                    assigned[policy][MOVES.name] = False
+            setups = {policy: setup_for(policy).with_parameters(assigned[policy]) for policy in policies}
+        except (ParameterError, UnknownSetupError) as error:
+            raise UsageProblem(f"--set: {error}") from error
+        return {policy: tuple(setup.assigned.items()) for policy, setup in setups.items()}
 
 
 def check_policy(name: str, option: str) -> None:
@@ -252,27 +239,6 @@ def simulation_errors() -> Iterator[None]:
         raise CliError(str(error)) from error
 
 
-set_option = click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="[POLICY:]KEY=VALUE",
-    help="A parameter of the policy, or of all that have it; can be repeated.",
-)
-
-
-moves_option = click.option(
-    "--moves",
-    type=click.Choice(("on", "off")),
-    default="on",
-    show_default=True,
-    help="off: no policy moves a request once it is placed, which is moves=false of each.",
-)
-
-
-rate_option = click.option("--rate", type=_POSITIVE, help="Mean requests per second.")
-
-
 processes_option = click.option(
     "--processes", type=WholeRange(1, 1024), help="Number of parallel processes. [default: one per core]"
 )
@@ -289,21 +255,6 @@ def crossed(policies: Sequence[str]) -> tuple[str, ...]:
         " ".join((f"{name}+{order}", *assignments)) for name, assignments in named for order in orders
     )
     return tuple(dict.fromkeys(all_crossed))
-
-
-def parameters_of(
-    assignments: Iterable[str], policies: Sequence[str], moves: str = "on"
-) -> dict[str, tuple[tuple[str, Value], ...]]:
-    """Return the parameters of each policy, checked. Raise UsageProblem."""
-    try:
-        assigned = _assign(read_assignments(assignments), policies)
-        for policy in policies:
-            if moves == "off" and any(p.name == MOVES.name for p in setup_for(policy).parameters()):
-                assigned[policy][MOVES.name] = False
-        setups = {policy: setup_for(policy).with_parameters(assigned[policy]) for policy in policies}
-    except (ParameterError, UnknownSetupError) as error:
-        raise UsageProblem(f"--set: {error}") from error
-    return {policy: tuple(setup.assigned.items()) for policy, setup in setups.items()}
 
 
 def _assign(assigned: dict[str, str], policies: Sequence[str]) -> dict[str, dict[str, Value]]:

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 from rich.table import Table
 
 from simulator.cli.options import (
+    FleetSettings,
+    LoadSettings,
+    PolicySettings,
+    SloSettings,
     check_policy,
-    fleet_of,
-    fleet_options,
-    moves_option,
-    parameters_of,
     plain,
-    rate_option,
     report_option,
-    set_option,
     share_bar,
     simulation_errors,
-    slo_of,
-    slo_options,
-    workload_options,
     write_report,
 )
 from simulator.figure_text import format_parameters, knowledge_line, summary_rows
 from simulator.report.run import run_report
 from simulator.scenario import Outcome, Scenario, run_scenario
-from simulator.workloads.resolve import WorkloadOptions
 from tailrace.brief_help import BriefCommand
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
 from tailrace.numeric import WholeRange
+from tailrace.service.settings import setting, settings_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateSettings:
+    """What is simulated, besides the policy and the workload."""
+
+    load: LoadSettings
+    seed: int = setting(0, "Random seed.", type=WholeRange(min=0))
+    policy: PolicySettings
+    fleet: FleetSettings
+    slo: SloSettings
 
 
 @click.command(
@@ -45,42 +51,11 @@ from tailrace.numeric import WholeRange
 )
 @click.argument("policy")
 @click.argument("workload")
-@rate_option
-@workload_options
-@click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="Random seed.")
-@moves_option
-@fleet_options
-@set_option
-@slo_options
+@settings_options(SimulateSettings, "settings")
 @report_option
 @output_option(Output.TABLE, Output.CSV)
 def simulate_command(
-    policy: str,
-    workload: str,
-    rate: float | None,
-    speed: float | None,
-    count: int | None,
-    start: float,
-    duration: float | None,
-    max_model_len: int | None,
-    seed: int,
-    moves: str,
-    profile: str,
-    instances: int | None,
-    length_penalty: str,
-    prefill_instances: int | None,
-    prefix_caching: bool,
-    host_kv_gib: float,
-    host_caching: bool,
-    predict: str | None,
-    assignments: tuple[str, ...],
-    slo_ttft: float,
-    slo_tpot: float,
-    slo_qoe: float,
-    slo_pace: float,
-    slo_admit: float,
-    report: Path | None,
-    output: Output,
+    policy: str, workload: str, settings: SimulateSettings, report: Path | None, output: Output
 ) -> None:
     """Run POLICY on WORKLOAD in the simulator.
 
@@ -93,27 +68,11 @@ def simulate_command(
     scenario = Scenario(
         policy,
         workload,
-        WorkloadOptions(
-            seed=seed,
-            rate_per_s=rate,
-            speed=speed,
-            count=count,
-            start_s=start,
-            duration_s=duration,
-            max_model_len=max_model_len,
-        ),
-        fleet_of(
-            profile,
-            instances,
-            length_penalty,
-            prefill_instances,
-            prefix_caching,
-            host_kv_gib,
-            host_caching,
-        ),
-        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
-        predict,
-        parameters_of(assignments, [policy], moves)[policy],
+        settings.load.options(seed=settings.seed),
+        settings.fleet.fleet(),
+        settings.slo.slo(),
+        settings.fleet.engine.predict,
+        settings.policy.parameters([policy])[policy],
     )
     with simulation_errors(), share_bar(f"{policy} on {workload}") as progress:
         outcome = run_scenario(scenario, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -12,35 +12,62 @@ from rich.table import Table
 from simulator.cli.options import (
     DEFAULT_PROFILE,
     INSTANCES_MAX,
+    EngineSettings,
+    FleetSettings,
+    LoadSettings,
+    PolicySettings,
+    SloSettings,
     check_policy,
-    engine_options,
-    fleet_of,
-    moves_option,
-    parameters_of,
     plain,
     processes_option,
-    rate_option,
     report_option,
-    set_option,
     simulation_errors,
-    slo_of,
-    slo_options,
     task_bar,
-    workload_options,
     write_report,
 )
 from simulator.figure_text import FIGURE_FORMATS, describe_instances, half_text, knowledge_line, mean_text
 from simulator.report.sizes import sizing_report
 from simulator.sizing import Kind, Size, SizePlan, Sizing, size_fleets
-from simulator.workloads.resolve import WorkloadOptions
 from tailrace.brief_help import BriefCommand
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
 from tailrace.numeric import RealRange, WholeRange
+from tailrace.service.settings import setting, settings_options
 
 POLICIES: Final = ("tailrace", "least_loaded")
 FIGURES: Final = ("attainment", "ttft_p99_s", "tpot_p99_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeSettings:
+    """Which fleets are tried, and what they have to keep."""
+
+    policies: tuple[str, ...] = setting(
+        POLICIES,
+        "NAME[+ORDER] with parameters, as tailrace simulate takes it; can be repeated.",
+        "--policy",
+        multiple=True,
+    )
+    profiles: tuple[str, ...] = setting(
+        (DEFAULT_PROFILE,),
+        "Model and GPU: name of a built-in profile, or a JSON file; can be repeated. NAME:COUNT,NAME: so "
+        "many of the first, and as many as needed of the last.",
+        "--profile",
+        multiple=True,
+    )
+    attainment: float = setting(
+        99.0,
+        "Percentage of the requests that must meet the SLO.",
+        type=RealRange(min=0.0, max=100.0, min_open=True),
+    )
+    most: int = setting(256, "Largest number of instances to try.", type=WholeRange(1, INSTANCES_MAX))
+    load: LoadSettings
+    seeds: int = setting(5, "Number of seeds.", type=WholeRange(1, 1000))
+    seed: int = setting(0, "First seed.", type=WholeRange(min=0))
+    policy: PolicySettings
+    engine: EngineSettings
+    slo: SloSettings
 
 
 @click.command(
@@ -50,77 +77,12 @@ FIGURES: Final = ("attainment", "ttft_p99_s", "tpot_p99_s")
     "--slo-ttft 1 --slo-tpot 0.05 --report size.html",
 )
 @click.argument("workload")
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=POLICIES,
-    show_default=True,
-    help="NAME[+ORDER] with parameters, as tailrace simulate takes it; can be repeated.",
-)
-@click.option(
-    "--profile",
-    "profiles",
-    multiple=True,
-    default=(DEFAULT_PROFILE,),
-    show_default=True,
-    help="Model and GPU: name of a built-in profile, or a JSON file; can be repeated. NAME:COUNT,NAME: so "
-    "many of the first, and as many as needed of the last.",
-)
-@click.option(
-    "--attainment",
-    type=RealRange(min=0.0, max=100.0, min_open=True),
-    default=99.0,
-    show_default=True,
-    help="Percentage of the requests that must meet the SLO.",
-)
-@click.option(
-    "--most",
-    type=WholeRange(1, INSTANCES_MAX),
-    default=256,
-    show_default=True,
-    help="Largest number of instances to try.",
-)
-@rate_option
-@workload_options
-@click.option("--seeds", type=WholeRange(1, 1000), default=5, show_default=True, help="Number of seeds.")
-@click.option("--seed", type=WholeRange(min=0), default=0, show_default=True, help="First seed.")
-@moves_option
-@engine_options
-@set_option
-@slo_options
+@settings_options(SizeSettings, "settings")
 @processes_option
 @report_option
 @output_option()
 def size_command(
-    workload: str,
-    policies: tuple[str, ...],
-    profiles: tuple[str, ...],
-    attainment: float,
-    most: int,
-    rate: float | None,
-    speed: float | None,
-    count: int | None,
-    start: float,
-    duration: float | None,
-    max_model_len: int | None,
-    seeds: int,
-    seed: int,
-    moves: str,
-    length_penalty: str,
-    prefix_caching: bool,
-    host_kv_gib: float,
-    host_caching: bool,
-    predict: str | None,
-    assignments: tuple[str, ...],
-    slo_ttft: float,
-    slo_tpot: float,
-    slo_qoe: float,
-    slo_pace: float,
-    slo_admit: float,
-    processes: int | None,
-    report: Path | None,
-    output: Output,
+    workload: str, settings: SizeSettings, processes: int | None, report: Path | None, output: Output
 ) -> None:
     """Find the least number of instances with which WORKLOAD meets the SLO.
 
@@ -129,37 +91,26 @@ def size_command(
     number is kept or missed if the whole 95% interval (Student's t) is at or above that, or below, else
     unsure. Seed 0 is a trace as it is; the others pair its arrivals and lengths anew.
     """
-    policies, profiles = tuple(dict.fromkeys(policies)), tuple(dict.fromkeys(profiles))
+    policies, profiles = tuple(dict.fromkeys(settings.policies)), tuple(dict.fromkeys(settings.profiles))
     for name in policies:
         check_policy(name, "--policy")
     try:
         kinds = [Kind.of(profile) for profile in profiles]
     except ValueError as error:
         raise UsageProblem(f"--profile: {error}") from error
-    fleets = [
-        fleet_of(kind.profile(1), None, length_penalty, None, prefix_caching, host_kv_gib, host_caching)
-        for kind in kinds
-    ]
+    fleets = [FleetSettings(kind.profile(1), engine=settings.engine).fleet() for kind in kinds]
     plan = SizePlan(
         policies,
         kinds,
         workload,
-        range(seed, seed + seeds),
-        WorkloadOptions(
-            rate_per_s=rate,
-            speed=speed,
-            count=count,
-            start_s=start,
-            duration_s=duration,
-            max_model_len=max_model_len,
-            shuffle=True,
-        ),
+        range(settings.seed, settings.seed + settings.seeds),
+        settings.load.options(shuffle=True),
         fleets[0],
-        slo_of(slo_ttft, slo_tpot, slo_qoe, slo_pace, slo_admit),
-        attainment / 100.0,
-        most,
-        predict,
-        parameters_of(assignments, policies, moves),
+        settings.slo.slo(),
+        settings.attainment / 100.0,
+        settings.most,
+        settings.engine.predict,
+        settings.policy.parameters(policies),
     )
     with simulation_errors(), task_bar("sizing") as progress:
         sizing = size_fleets(plan, processes=processes, progress=progress)
@@ -173,13 +124,14 @@ def size_command(
         for line in _recommendations(sizing):
             click.echo(line)
         for policy in policies:
-            click.echo(knowledge_line(plan.scenario(policy, kinds[0], 1, seed).setup()))
+            click.echo(knowledge_line(plan.scenario(policy, kinds[0], 1, settings.seed).setup()))
         click.echo(
-            f"SLO: {plan.slo.describe()}, for {attainment:g}%; seeds: {seeds}; ± half of a 95% interval"
+            f"SLO: {plan.slo.describe()}, for {settings.attainment:g}%; seeds: {settings.seeds}; ± half of a "
+            "95% interval"
         )
     _note_exceptions(sizing)
     if all(each.least is None for each in sizing.sizes):
-        raise CliError(f"no policy keeps the SLO for {attainment:g}% with --most {most}")
+        raise CliError(f"no policy keeps the SLO for {settings.attainment:g}% with --most {settings.most}")
 
 
 def _recommendations(sizing: Sizing) -> list[str]:

@@ -15,6 +15,8 @@ from simulator.workloads.base import Clip, Workload, WorkloadError
 from simulator.workloads.generators import GENERATORS, SESSIONS, Generator, SessionGenerator
 from simulator.workloads.rows import SPAN_MAX_S
 from simulator.workloads.traces import load_azure, load_burstgpt, load_mooncake
+from tailrace.numeric import RealRange, WholeRange
+from tailrace.service.settings import setting
 from tailrace.suggestion import did_you_mean
 
 # Loaders by the word before the colon.
@@ -37,15 +39,36 @@ class WorkloadOptions:
     seed: int = 0
     # Mean rate: required for generators; a trace is scaled in time to reach it.
     rate_per_s: float | None = None
-    # Factor by which a trace's time is sped up; excludes rate_per_s.
-    speed: float | None = None
-    # Maximum number of requests; for generators the exact number.
-    count: int | None = None
+    # Excludes rate_per_s.
+    speed: float | None = setting(
+        None, "Factor by which a trace is sped up.", type=RealRange(min=0.0, min_open=True), rare=True
+    )
+    # For generators the exact number.
+    count: int | None = setting(
+        None, "Requests. [default: all; generated: 1000]", type=WholeRange(1, COUNT_MAX)
+    )
     # A window in the workload's own time, before scaling.
-    start_s: float = 0.0
-    duration_s: float | None = None
-    # Prompts are truncated so that prompt and output fit into this many tokens; None: no limit.
-    max_model_len: int | None = None
+    start_s: float = setting(
+        0.0,
+        "Seconds of a trace to skip.",
+        "--start",
+        type=RealRange(min=0.0),
+        show_default=False,
+        rare=True,
+    )
+    duration_s: float | None = setting(
+        None,
+        "Seconds of the workload's own time.",
+        "--duration",
+        type=RealRange(min=0.0, min_open=True),
+        rare=True,
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Truncate prompts so that prompt and output fit into this many tokens.",
+        type=WholeRange(min=2),
+        rare=True,
+    )
     # Whether a trace, which has no randomness, gets some: seeds other than 0 pair its arrivals and lengths
     # anew.
     shuffle: bool = False

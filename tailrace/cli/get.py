@@ -15,7 +15,6 @@ from rich.table import Table
 
 from tailrace.brief_help import WholeGroup
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.long_table import lines
 from tailrace.cli.output import (
     Output,
     console,
@@ -40,6 +39,7 @@ from tailrace.cli.tables import (
     SHRINKING,
     STAGES,
     View,
+    lines,
 )
 from tailrace.messages import slo_of
 from tailrace.numeric import WholeRange

@@ -23,6 +23,7 @@ from tailrace.cli.fleet_file import (
 )
 from tailrace.cli.output import note
 from tailrace.fleet import kubernetes
+from tailrace.fleet.chart import chart
 from tailrace.fleet.file import Fleet, FleetError
 from tailrace.fleet.folders import (
     CERTIFICATES,
@@ -40,7 +41,7 @@ from tailrace.fleet.folders import (
 from tailrace.fleet.hosts import control_hosts, endpoints
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder
 from tailrace.security.authority import Authority, AuthorityProblem, Issued
-from tailrace.security.credentials import AUTHORITIES
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.roles import Identity
 from tailrace.tenancy.file import KeyFileUnusable, read_keys
 
@@ -50,13 +51,13 @@ _LEFT: Final = datetime.timedelta(days=30)
 
 
 @click.command(epilog="Example: tailrace render systemd -f fleet.yaml --out hosts")
-@click.argument("kind", type=click.Choice(["systemd", "compose", "processes", "kubernetes"]))
+@click.argument("kind", type=click.Choice(["systemd", "compose", "processes", "kubernetes", "helm"]))
 @file_option(required=True)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where the folders are written.  [default: hosts; kubernetes]",
+    help="Where the folders are written.  [default: hosts; kubernetes; chart]",
 )
 @folder_option
 def render(kind: str, file: Path, out: Path | None, folder: Path) -> None:
@@ -64,21 +65,21 @@ def render(kind: str, file: Path, out: Path | None, folder: Path) -> None:
 
     Copy each to its host and run its start.sh there. After a change of the file, do the same again: start.sh
     restarts what has changed. Prometheus's configuration and alerts are beside them. For Kubernetes, it makes
-    one folder of objects (docs/kubernetes.md).
+    one folder of objects, or a Helm chart of the same (docs/kubernetes.md).
     """
     source = read_fleet_file(file)
     fleet = source.fleet
     if fleet.http:
         raise UsageProblem(f"{file}: http: one address for several models is for one machine so far")
-    out = out or Path("kubernetes" if kind == "kubernetes" else "hosts")
+    out = out or Path({"kubernetes": "kubernetes", "helm": "chart"}.get(kind, "hosts"))
     keys = source.beside(fleet.keys) if fleet.keys else None
     if keys is not None:
         if not keys.is_file():
             raise UsageProblem(f"{keys}: no such file; tailrace keys make NAME --file {keys} makes it")
         with file_errors(KeyFileUnusable):
             read_keys(keys)
-    if kind == "kubernetes":
-        _render_kubernetes(source, out, folder, keys)
+    if kind in ("kubernetes", "helm"):
+        _render_kubernetes(source, out, folder, keys, kind == "helm")
         return
     if not fleet.hosts:
         raise UsageProblem(f"{file}: hosts: there are none; tailrace up -f starts it on one machine")
@@ -106,13 +107,13 @@ def render(kind: str, file: Path, out: Path | None, folder: Path) -> None:
     click.echo("\n".join(_next_steps(kind, source, out, folder)))
 
 
-def _render_kubernetes(source: FleetFile, out: Path, folder: Path, keys: Path | None) -> None:
+def _render_kubernetes(source: FleetFile, out: Path, folder: Path, keys: Path | None, helm: bool) -> None:
     fleet, options = source.fleet, common_options(source)
     try:
         with file_errors(AuthorityProblem):
-            kubernetes.require_possible(fleet)
+            kubernetes.require_possible(fleet, options)
             certificates = {}
-            if fleet.tls:
+            if fleet.tls and fleet.kubernetes.certificates == "tailrace":
                 issuer = _Issuer.of(folder)
                 for identity, hosts in kubernetes.identities(fleet).items():
                     issued = issuer.issue(identity, hosts)
@@ -121,35 +122,50 @@ def _render_kubernetes(source: FleetFile, out: Path, folder: Path, keys: Path | 
                         str(path.relative_to(issued)): path.read_bytes() for path in paths
                     }
                 issuer.issue_operators()
-            texts = kubernetes.files(
+            objects = kubernetes.objects(
                 fleet,
                 options,
                 certificates,
                 keys.read_text() if keys is not None else "",
                 _ALERTS.read_text(),
             )
+            texts = chart(objects) if helm else kubernetes.files(objects)
             out.mkdir(parents=True, exist_ok=True)
             # Certificates' keys are in it.
             out.chmod(0o700)
-            for name in kubernetes.OPTIONAL:
-                (out / name).unlink(missing_ok=True)
+            for name in kubernetes.NOT_ALWAYS:
+                (out / "templates" / name if helm else out / name).unlink(missing_ok=True)
+            (out / kubernetes.SECRETS).unlink(missing_ok=True)
             _write_files(out, texts)
     except FleetError as error:
         raise CliError(f"{source.path}: {error}") from error
-    click.echo("\n".join(_kubernetes_steps(source, out, folder, [*texts])))
+    click.echo("\n".join(_kubernetes_steps(source, out, folder, [*texts], helm)))
 
 
-def _kubernetes_steps(source: FleetFile, out: Path, authority: Path, files: list[str]) -> Iterator[str]:
+def _kubernetes_steps(
+    source: FleetFile, out: Path, authority: Path, files: list[str], helm: bool
+) -> Iterator[str]:
     """Yield what to do now, in this order."""
-    fleet = source.fleet
-    namespace = fleet.kubernetes.namespace
-    forward = f"kubectl --namespace {namespace} port-forward"
-    yield f"kubectl apply --kustomize {quote(str(out))}"
+    fleet, own = source.fleet, source.fleet.kubernetes
+    in_namespace = f"--namespace {own.namespace}"
+    forward = f"kubectl {in_namespace} port-forward"
+    if helm:
+        if kubernetes.SECRETS in files:
+            yield f"kubectl create namespace {own.namespace}"
+            yield f"kubectl apply --filename {quote(str(out / kubernetes.SECRETS))}"
+        yield f"helm upgrade --install tailrace {quote(str(out))} {in_namespace} --create-namespace"
+    else:
+        yield f"kubectl apply --kustomize {quote(str(out))}"
     operator, root = (_tls(authority, fleet, identity) for identity in (OPERATOR, ETCD_ROOT))
+    if own.certificates == "cert-manager":
+        yield f"kubectl {in_namespace} wait certificate --all --for condition=Ready --timeout 120s"
+        for each in kubernetes.OPERATORS:
+            yield _fetched(each.name, in_namespace)
+        operator, root = (f" --tls {each.name}" for each in kubernetes.OPERATORS)
     if fleet.tls:
-        own = isinstance(fleet.kubernetes.etcd, int)
-        address = "127.0.0.1:2379" if own else ",".join(kubernetes.endpoints(fleet))
-        if own:
+        members = isinstance(own.etcd, int)
+        address = "127.0.0.1:2379" if members else ",".join(kubernetes.endpoints(fleet))
+        if members:
             yield f"{forward} service/etcd 2379 &"
         yield f"tailrace etcd-roles --apply --etcd {address}{root}{_cluster(fleet)}"
     yield f"{forward} service/scheduler 7101 &"
@@ -157,6 +173,14 @@ def _kubernetes_steps(source: FleetFile, out: Path, authority: Path, files: list
     for name, needed in kubernetes.OPTIONAL.items():
         if name in files:
             yield f"kubectl apply --filename {quote(str(out / name))}    # {needed}"
+
+
+def _fetched(name: str, in_namespace: str) -> str:
+    """Return the command that fetches an operator's certificate into a folder of its name."""
+    template = 'go-template="{{index .data \\"$each\\" | base64decode}}"'
+    get = f"kubectl {in_namespace} get secret tls-{name} --output {template}"
+    files = f"{AUTHORITIES} {CERTIFICATE} {KEY}"
+    return f"mkdir -m 700 {name}; (umask 077; for each in {files}; do {get} >{name}/$each; done)"
 
 
 def _tls(authority: Path, fleet: Fleet, identity: Identity) -> str:

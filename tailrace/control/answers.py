@@ -53,9 +53,10 @@ def checked_placement(view: ClusterView, arrival: Arrival, answer: object) -> Pl
     if type(answer) is Place:
         if type(answer.instance_id) is not str or not may_place(view, arrival, answer.instance_id):
             raise BadAnswer(f"instance_id: {_shown(answer.instance_id)} may not get this request")
-        if answer.pull_from != "":
+        # The type first: an object of a policy's could run its code when it is compared.
+        if type(answer.pull_from) is not str or answer.pull_from:
             _check_instance(view, "pull_from", answer.pull_from)
-        if answer.also == ():
+        if type(answer.also) is tuple and not answer.also:
             return answer
         return Place(answer.instance_id, checked_actions(view, None, answer.also), answer.pull_from)
     if type(answer) is Refuse:
@@ -72,7 +73,7 @@ def checked_actions(view: ClusterView, request: RequestView | None, answer: obje
 
     Raise BadAnswer, or what iterating raises.
     """
-    if answer == () and type(answer) is tuple:
+    if type(answer) is tuple and not answer:
         return ()
     if isinstance(answer, (str, bytes)) or not isinstance(answer, Iterable):
         _discard(answer)
@@ -100,15 +101,17 @@ class _Requests:
     def check(self, request_id: object, instance_id: object) -> None:
         """Raise BadAnswer unless the instance has this request."""
         _check_instance(self._view, "source_id", instance_id)
+        assert isinstance(instance_id, str)
+        if type(request_id) is not str:
+            raise BadAnswer(f"request_id: {_shown(request_id)} is not a request on {instance_id}")
         asked = self._asked
         if asked is not None and (request_id, instance_id) == (asked.request_id, asked.instance_id):
             return
-        assert isinstance(instance_id, str)
         ids = self._ids.get(instance_id)
         if ids is None:
             listed = self._view.instances[instance_id].requests
             ids = self._ids[instance_id] = frozenset(each.request_id for each in listed)
-        if type(request_id) is not str or request_id not in ids:
+        if request_id not in ids:
             raise BadAnswer(f"request_id: {_shown(request_id)} is not a request on {instance_id}")
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
-from tailrace.cluster import ClusterView, HotPrefixes, InstanceView, Stage
+from tailrace.cluster import ClusterView, HotPrefixes, InstanceView, Stage, ViewChanges
 from tailrace.control.hot_prefixes import HotTracker
 from tailrace.lengths import LengthStatistics, LengthWindow
 from tailrace.model_identity import difference, is_model
@@ -290,3 +291,46 @@ class ModelGroups:
         """Return the instances that can take KV from this one; itself among them."""
         record = self._instances.get(instance_id)
         return _NO_INSTANCES if record is None else self._by_kv[record.model_fingerprint]
+
+
+class PartialViews:
+    """Views of some instances of a cluster, made again only where the view of all has changed."""
+
+    def __init__(self) -> None:
+        # By the instances' names: the view of them, and that of all from which it was made.
+        self._made: dict[frozenset[str], tuple[ClusterView, ClusterView]] = {}
+
+    def of(self, whole: ClusterView, names: frozenset[str]) -> ClusterView:
+        """Return the view of the instances with these names."""
+        if len(names) == len(whole.instances):
+            return whole
+        part, of = self._made.get(names, (None, whole))
+        if part is None or of is not whole:
+            part = _part_of(whole, names, part, of)
+            self._made[names] = part, whole
+        return part
+
+    def clear(self) -> None:
+        """Forget all: the cluster has other instances."""
+        self._made.clear()
+
+
+def _part_of(
+    whole: ClusterView, names: frozenset[str], before: ClusterView | None, of: ClusterView
+) -> ClusterView:
+    """Return a view of the instances with these names. `before`: the previous one, made from `of`."""
+    changes, changed = ViewChanges(), None
+    if before is not None and of.changes is whole.changes is not None:
+        changed = whole.changes.between(of.version, whole.version)
+    if before is not None and before.changes is not None and changed is not None:
+        changes = before.changes
+        instances = dict(before.instances)
+        instances.update((name, whole.instances[name]) for name in changed & names)
+        changes.add(changed & names)
+    else:
+        instances = {name: instance for name, instance in whole.instances.items() if name in names}
+    stages = tuple(
+        replace(stage, instance_ids=tuple(n for n in stage.instance_ids if n in names))
+        for stage in whole.stages
+    )
+    return ClusterView(MappingProxyType(instances), stages, changes=changes, version=changes.version)

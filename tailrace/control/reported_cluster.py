@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 from tailrace.actions import CopyPrefix
 from tailrace.cache.recent import RecentPrefixes
@@ -24,7 +23,7 @@ from tailrace.cluster import (
     RequestView,
     ViewChanges,
 )
-from tailrace.control.cluster_model import ClusterModel, ModelGroups
+from tailrace.control.cluster_model import ClusterModel, ModelGroups, PartialViews
 from tailrace.control.events import (
     CacheListed,
     CopyOrdered,
@@ -87,33 +86,6 @@ class RequestLocation:
         return self.phase is phase and self.epoch == epoch and self.instance_id == instance_id
 
 
-class _PartialView(NamedTuple):
-    """A view of some instances, and the view of all that it was made from."""
-
-    view: ClusterView
-    of: ClusterView
-
-
-def _part_of(whole: ClusterView, names: frozenset[str], before: _PartialView | None) -> _PartialView:
-    """Return a view of the instances with these names. `before`: the previous one of the same instances."""
-    changes, changed = ViewChanges(), None
-    if before is not None and before.of.changes is whole.changes is not None:
-        changed = whole.changes.between(before.of.version, whole.version)
-    if before is not None and before.view.changes is not None and changed is not None:
-        changes = before.view.changes
-        instances = dict(before.view.instances)
-        instances.update((name, whole.instances[name]) for name in changed & names)
-        changes.add(changed & names)
-    else:
-        instances = {name: instance for name, instance in whole.instances.items() if name in names}
-    stages = tuple(
-        dataclasses.replace(stage, instance_ids=tuple(n for n in stage.instance_ids if n in names))
-        for stage in whole.stages
-    )
-    view = ClusterView(MappingProxyType(instances), stages, changes=changes, version=changes.version)
-    return _PartialView(view, whole)
-
-
 class ReportedCluster(ClusterModel[ReportedInstance]):
     """Hold everything known of instances and requests."""
 
@@ -144,8 +116,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._groups = ModelGroups({})
         # Increases with each change of the membership.
         self.memberships = 0
-        # Views of subsets of the instances, each with the full view that it was made from.
-        self._partial: dict[frozenset[str], _PartialView] = {}
+        self._partial = PartialViews()
         # Lengths of recent requests by model, for the desired number of instances; no decision depends on
         # them. None: not kept.
         self._demand_s: float | None = None
@@ -273,7 +244,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.cache.apply(report)
         changes: list[PhaseChange] = []
         if report.HasField("load"):
-            gone = tracked.report(report, self._migrating.keys(), now_s)
+            gone = tracked.apply_steady(report, self._migrating.keys(), now_s)
             for request_id in gone:
                 self._request_left(request_id, report.instance_id)
             self._requests_reported(tracked, changes, now_s)
@@ -283,7 +254,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
                 self._count_recent(tracked, event, now_s)
                 tracked.finish(event.request_id)
                 self._request_left(event.request_id, report.instance_id)
-            elif (entered := tracked.event(event)) is not None:
+            elif (entered := tracked.enter_phase(event)) is not None:
                 self._phase_entered(entered, changes, now_s)
         self._mark_dirty(report.instance_id)
         return changes
@@ -388,16 +359,16 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     def view_of_model(self, model: str) -> ClusterView:
         """Return the view that contains instances of this model only."""
-        return self._view_of(self._groups.running(model))
+        return self._partial.of(self.view(), self._groups.running(model))
 
     def view_of_kv(self, instance_id: str) -> ClusterView:
         """Return the view that contains only instances that can take KV from this one."""
-        return self._view_of(self._groups.exchanging_kv(instance_id))
+        return self._partial.of(self.view(), self._groups.exchanging_kv(instance_id))
 
     def view_for_replay(self, instance_id: str) -> ClusterView:
         """Return the view that contains the instances able to continue this one's requests, by replay if not
         live."""
-        return self._view_of(self._groups.able_to_continue(instance_id))
+        return self._partial.of(self.view(), self._groups.able_to_continue(instance_id))
 
     def can_exchange_kv(self, one: str, other: str) -> bool:
         """Return whether a request can migrate live from one instance to the other."""
@@ -559,15 +530,6 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
 
     # ---- internal
 
-    def _view_of(self, names: frozenset[str]) -> ClusterView:
-        view = self.view()
-        if len(names) == len(view.instances):
-            return view
-        partial = self._partial.get(names)
-        if partial is None or partial.of is not view:
-            partial = self._partial[names] = _part_of(view, names, partial)
-        return partial.view
-
     def _count_finish(self, tracked: ReportedInstance, event: monitor_pb2.PhaseEvent, now_s: float) -> None:
         """Count a request that finished here; only then the event has its number of tokens."""
         prompt_tokens = tracked.prompt_tokens(event.request_id) if event.output_tokens else None
@@ -594,7 +556,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
     ) -> None:
         """Process the requests of a steady report, which also shows phase changes whose events were lost."""
         instance_id, locations = tracked.record.instance_id, self._locations
-        for request_id, epoch, phase in tracked.to_check():
+        for request_id, epoch, phase in tracked.to_check:
             location = locations.get(request_id)
             if location is None:
                 if not epoch:

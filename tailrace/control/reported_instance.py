@@ -48,8 +48,10 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         # Requests of the last steady report, and those that have changed since; None: gone.
         self._rows = self._no_rows()
         self._changed: dict[str, RequestView | None] = {}
-        # Requests whose rows may disagree with their known location: of the last report, and for the next.
-        self._to_check: list[tuple[str, int, Phase]] = []
+        # Id, epoch and phase of the requests of the last steady report whose location may be another one:
+        # rows that are not as in the report before, and those left unsettled since.
+        self.to_check: list[tuple[str, int, Phase]] = []
+        # Requests to check with the next steady report.
         self._unsettled: set[str] = set()
         # Trace contexts of requests that are traced, from events since the last steady report.
         self._traceparents: dict[str, str] = {}
@@ -61,7 +63,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
 
     # ---- what happens
 
-    def report(self, report: monitor_pb2.WorkerReport, migrating: Set[str], now_s: float) -> set[str]:
+    def apply_steady(self, report: monitor_pb2.WorkerReport, migrating: Set[str], now_s: float) -> set[str]:
         """Apply a steady report; return the ids of requests that were here and are not any more."""
         load = self.load = report.load
         self.last_report_s = now_s
@@ -77,7 +79,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             elif request_id not in rows:
                 left.add(request_id)
         self._unsettled.update(changed)
-        self._to_check = rows.changed_since(before, self._unsettled)
+        self.to_check = rows.changed_since(before, self._unsettled)
         self._unsettled.clear()
         self._changed = {}
         if migrating:
@@ -95,11 +97,6 @@ class ReportedInstance(Corrections[str, PendingRequest]):
             self.coming[request_id] = 0
         self.reset_changes()
         return left - self.pending.keys() if self.pending else left
-
-    def to_check(self) -> list[tuple[str, int, Phase]]:
-        """Return id, epoch and phase of the requests of the last steady report whose location may be another
-        one: rows that are not as in the report before, and those left unsettled since."""
-        return self._to_check
 
     def reported_prompt_tokens(self, request_id: str) -> int:
         """Return the length of the prompt of a request of the last steady report."""
@@ -124,7 +121,7 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         self.add_pending(request.request_id, pending)
         return forgotten
 
-    def event(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
+    def enter_phase(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
         """Apply a phase event; return the request, or None if the phase is unknown."""
         phase = PHASES.get(event.phase)
         if phase is None:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from tailrace.actions import Action, Migrate, Offer, Place, Placement, Refuse, ReturnPrompts, WhenFull
-from tailrace.cluster import Arrival, ClusterView, HotPrefixes, RequestView
+from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.control.admission import TtftAdmission
 from tailrace.control.answers import BadAnswer, checked_actions, checked_placement
-from tailrace.lengths import LengthStatistics
+from tailrace.control.cluster_model import ClusterModel
 from tailrace.plugins import describe_error
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
@@ -224,6 +224,9 @@ class Asked(Protocol[T_co]):
 def ask(policy: Policy, question: Asked[T]) -> T:
     """Return the policy's answer, checked. Every policy, in force or not, is asked here.
 
+    What passes the checks (answers.py) is of the exact types that were asked for, all of it made, at most
+    10,000 actions, and names only instances and requests that the policy was shown.
+
     Raise BadAnswer and nothing else: what a policy raises, even SystemExit, KeyboardInterrupt or
     CancelledError, is no reason to end what asks it.
     """
@@ -241,16 +244,6 @@ _METHODS: Final = {
     Point.LENGTH_BOUNDARY: "on_length_boundary",
     Point.TICK: "on_tick",
 }
-
-
-class Model(Protocol):
-    """The cluster model (the used part of ClusterModel)."""
-
-    def view_at(self, now_s: float) -> ClusterView: ...
-    def view_for_arrival(self, model: str, now_s: float) -> ClusterView: ...
-    def view_for_request(self, instance_id: str, now_s: float) -> ClusterView: ...
-    def lengths(self, now_s: float) -> LengthStatistics | None: ...
-    def hot_prefixes(self, now_s: float) -> HotPrefixes | None: ...
 
 
 class PolicyInForce(Protocol):
@@ -278,7 +271,7 @@ class Calls(Protocol):
     """Ask a policy; decides what happens if its answer is bad."""
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement: ...
-    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
+    def ask(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
         """Return the policy's actions; None if it failed."""
         ...
 
@@ -296,13 +289,10 @@ class PlainCalls:
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement:
         """Return the policy's placement. Raise PolicyFailed."""
-        return self._ask(policy_in_force, question)
+        return self.ask(policy_in_force, question)
 
-    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
-        """Return the policy's actions. Raise PolicyFailed."""
-        return self._ask(policy_in_force, question)
-
-    def _ask(self, policy_in_force: PolicyInForce, question: Asked[T]) -> T:
+    def ask(self, policy_in_force: PolicyInForce, question: Asked[T]) -> T:
+        """Return the policy's answer. Raise PolicyFailed."""
         try:
             return ask(policy_in_force.policy, question)
         except BadAnswer as error:
@@ -321,7 +311,7 @@ class PolicyRunner:
     """Ask whichever policy is in force at each decision point."""
 
     def __init__(
-        self, model: Model, policy_in_force: PolicyInForce, executor: Executor, calls: Calls
+        self, model: ClusterModel[Any], policy_in_force: PolicyInForce, executor: Executor, calls: Calls
     ) -> None:
         self._model = model
         self._policy_in_force = policy_in_force
@@ -346,16 +336,17 @@ class PolicyRunner:
         """
         view = self._model.view_for_arrival(arrival.model, at.model_s)
         question = PlaceQuestion(view, arrival, at.policy_s)
+        name = self._policy_in_force.name
         placement = self._calls.place(self._policy_in_force, question)
         for watcher in self.watchers:
-            watcher.placed(self._policy_in_force.name, question, placement)
+            watcher.placed(name, question, placement)
         admission = self._policy_in_force.admission
         if admission is None or isinstance(placement, Refuse):
             return placement
         evaluated = admission.evaluate(view, arrival, placement)
         if isinstance(evaluated, Refuse) and placement.also:
             # For instance the pool move that the next request needs.
-            self._executor.submit(placement.also, self._policy_in_force.name)
+            self._executor.submit(placement.also, name)
         return evaluated
 
     def request_changed(self, point: Point, request: RequestView, at: Moment) -> None:
@@ -385,12 +376,13 @@ class PolicyRunner:
         self._last_tick = None if now_s is None else (self._policy_in_force.policy, now_s)
 
     def _decide(self, question: Question) -> None:
-        actions = self._calls.decide(self._policy_in_force, question)
-        name = self._policy_in_force.name
+        # Before the call, which may be the one that suspends this policy.
+        name, when_full = self._policy_in_force.name, self._policy_in_force.declared.when_full
+        actions = self._calls.ask(self._policy_in_force, question)
         for watcher in self.watchers:
             watcher.decided(name, question, actions)
         if actions:
-            self._executor.submit(actions, name, self._policy_in_force.declared.when_full)
+            self._executor.submit(actions, name, when_full)
 
 
 class CallMetrics(Protocol):
@@ -446,12 +438,14 @@ class Guard:
     """Ask a policy in a live scheduler, where every request needs a placement whatever the policy does.
 
     `least_loaded` places instead of a policy that gives a bad answer; elsewhere nothing is done. After some
-    such answers in a row `on_suspend` is called with the reason.
+    such answers in a row `on_suspend` is called with the reason: then `least_loaded` decides, here at once
+    and through etcd everywhere, until somebody sets a policy (scheduler_svc/following.py).
 
     A late answer is used. It counts as bad only if the one before was late or bad, too, and if it is late
     without the time in which this thread waited for a core: on a busy machine one call in thousands takes
-    longer than any budget, and no policy is to blame. A call that does not return at all is found by the
-    watcher's thread (tailrace/service/watchdog.py).
+    longer than any budget, and no policy is to blame. A call that takes more than a second, or does not
+    return at all, is found by another thread: the policy is suspended when the call returns, and after three
+    seconds the process runs again without it (`Following.watched_calls`).
     """
 
     def __init__(
@@ -477,10 +471,6 @@ class Guard:
         """Return the policy's placement, or that of `least_loaded`."""
         placement = self.ask(policy_in_force, question)
         return ask(self._fallback, question) if placement is None else placement
-
-    def decide(self, policy_in_force: PolicyInForce, question: Question) -> Sequence[Action] | None:
-        """Return the policy's actions; None if it failed."""
-        return self.ask(policy_in_force, question)
 
     def another(self) -> Guard:
         """Return a guard with the same budgets for a policy that decides nothing."""

@@ -35,6 +35,8 @@ FRONTENDS_MAX: Final = 8
 Name = Annotated[str, Meta(pattern=_NAME)]
 Replicas = Annotated[int, Meta(ge=1, le=5_000)]
 Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$")]
+# A name of Kubernetes's objects.
+Class = Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")]
 Resource = Annotated[str, Meta(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
 Value = bool | int | float | str
 # A host name, or an IPv4 or IPv6 address: it is written into commands and rules.
@@ -136,6 +138,17 @@ class Kubernetes(_Section, frozen=True):
         Literal[1, 3, 5] | list[str], Meta(description="Members of etcd, or HOST:PORT of members of yours.")
     ] = 3
     storage: Annotated[Quantity, Meta(description="Size of a member's volume.")] = "8Gi"
+    storage_class: Annotated[
+        Class, Meta(description="Of a member's volume; empty: the cluster's default.")
+    ] = ""
+    certificates: Annotated[
+        Literal["tailrace", "cert-manager"],
+        Meta(description="Who makes the certificates: the authority of `tailrace certs`, or cert-manager."),
+    ] = "tailrace"
+    secret: Annotated[
+        Class,
+        Meta(description="Secret with environment of workers and front ends, such as HF_TOKEN."),
+    ] = ""
     gpu: Annotated[
         Resource, Meta(description="Resource of a GPU; an instance takes tensor x pipeline parallel of them.")
     ] = "nvidia.com/gpu"
@@ -143,6 +156,21 @@ class Kubernetes(_Section, frozen=True):
         Annotated[int, Meta(ge=0, le=64)] | None,
         Meta(description="GPUs of an instance, if not as many; 0: vLLM on CPUs."),
     ] = None
+    nodes: Annotated[
+        int, Meta(ge=1, le=64, description="Pods of an instance; more than 1: a LeaderWorkerSet.")
+    ] = 1
+    drain: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds of a preStop that drains a worker through the scheduler, before SIGTERM "
+            "does; with tls, workers then hold an operator's certificate. 0: none.",
+        ),
+    ] = 0
+    console: Annotated[
+        Literal["", "viewer", "admin"], Meta(description="Run the console, with these rights.")
+    ] = ""
     rdma: Annotated[
         Resource | Literal[""], Meta(description="Resource of an RDMA device, such as rdma/hca.")
     ] = ""
@@ -155,7 +183,13 @@ class Kubernetes(_Section, frozen=True):
     service: Annotated[
         Literal["ClusterIP", "NodePort", "LoadBalancer"], Meta(description="How users reach the front ends.")
     ] = "ClusterIP"
-    gateway: Annotated[Name | Literal[""], Meta(description="A Gateway, for an HTTPRoute.")] = ""
+    gateway: Annotated[
+        str,
+        Meta(
+            pattern=r"^(([a-z0-9][a-z0-9-]*/)?[a-z0-9][a-z0-9.-]*)?$",
+            description="A Gateway, for an HTTPRoute: NAME, or NAMESPACE/NAME.",
+        ),
+    ] = ""
     scale_to: Annotated[
         int, Meta(ge=0, le=1000, description="Most instances, for a KEDA ScaledObject; 0: none.")
     ] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from msgspec import structs
 
 from tailrace import __version__
+from tailrace.durations import in_seconds
 from tailrace.fleet.file import Fleet, to_yaml
 from tailrace.fleet.hosts import (
     ANYWHERE,
@@ -168,10 +170,12 @@ def kind_of(part: PartSpec) -> str:
     return "etcd" if part.tier is Tier.ETCD else part.command[list(part.command).index("serve") + 1]
 
 
-def stop_s(kind: str) -> int:
-    """Return the seconds that a service may take to hand over or finish its work (--drain-timeout,
-    --patience), and to close."""
-    return _STOP_S.get(kind, _OTHERS_STOP_S)
+def stop_s(part: PartSpec) -> int:
+    """Return the seconds that a part may take to hand over or finish its work (--drain-timeout, --patience),
+    and to close."""
+    if drain := part.option("--drain-timeout"):
+        return math.ceil(float(in_seconds(drain))) + _OTHERS_STOP_S
+    return _STOP_S.get(kind_of(part), _OTHERS_STOP_S)
 
 
 def _unit(part: PartSpec, plan: Plan) -> str:
@@ -197,7 +201,7 @@ def _unit(part: PartSpec, plan: Plan) -> str:
         # root before the service starts; "-": a machine without GPUs has none.
         prepare=_DEVICE_NODES if devices else "",
         command=" ".join(_quoted(word.replace("$", "$$")) for word in part.command),
-        stop_s=stop_s(kind),
+        stop_s=stop_s(part),
         role="\n".join([*lines, ""]),
     )
 
@@ -230,7 +234,7 @@ def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
         "volumes": [f"data:{_DATA}", f"{_ETC}:{_ETC}:ro"],
         "restart": "unless-stopped",
         "init": True,
-        "stop_grace_period": f"{stop_s(kind)}s",
+        "stop_grace_period": f"{stop_s(part)}s",
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "read_only": True,

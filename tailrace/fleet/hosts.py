@@ -21,12 +21,14 @@ METRICS_ABOVE: Final = 2000
 PORTS: Final = {"scheduler": 7101, "monitor": 7102, "migration": 7103, "frontend": 7104, "worker": 7105}
 """gRPC ports of the services, of the first one of a kind on a host."""
 _FURTHER_FRONTENDS: Final = 7190
-_STREAMS: Final = 7205
-_KV: Final = 7300
+STREAM_PORT: Final = 7205
+"""Of the message streams of a host's first worker."""
+KV_PORT: Final = 7300
+"""The first of a host's ports for KV."""
 # One for each network device.
 _KV_EACH: Final = 8
 # Of all services; their metrics are above.
-_OWN: Final = range(7101, _KV + _KV_EACH * WORKERS_MAX)
+_OWN: Final = range(7101, KV_PORT + _KV_EACH * WORKERS_MAX)
 _ETCD_TIMEOUT_S: Final = 600.0
 
 
@@ -190,10 +192,10 @@ def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) ->
         else:
             command.append("--insecure")
         if kind == "worker":
-            first = _KV + _KV_EACH * number
+            first = KV_PORT + _KV_EACH * number
             command += [
                 "--stream-port",
-                str(_STREAMS + number),
+                str(STREAM_PORT + number),
                 "--kv-ports",
                 f"{first}-{first + _KV_EACH - 1}",
             ]

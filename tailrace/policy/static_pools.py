@@ -40,7 +40,7 @@ class StaticPools(Policy):
     Load is defined as in Arrow ("only includes the minimum-load request scheduling strategy"): predicted
     prefill delay, and tokens of running requests. `profile`: source of the prediction for instances that
     report none. `prefill_share` divides the instances that are in no pool, once; half, as the paper's 4P+4D.
-    If no decode instance has room for a request, the handover is retried on each tick, as in `Arrow`.
+    If no decode instance accepts a request, the handover is retried on each tick, as in `Arrow`.
 
     Round robin uses the arrival's sequence number. There is none when prefill is done, and a policy is
     stateless, so a hash of the request id takes its place, which is just as independent of load.

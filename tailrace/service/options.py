@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import math
 import os
 import re
 import socket
@@ -18,14 +17,11 @@ from typing import Final
 import click
 
 from tailrace.address import MalformedAddress, parse_address, parse_endpoints
-from tailrace.bounded import shown
-from tailrace.durations import in_seconds
 from tailrace.security.options import exposed, insecure_option, open_transport, tls_option
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.telemetry.log_format import FORMATS, VARIABLE, log_as
 
-_SECONDS_MAX: Final = 1e9
 _BRACKETED: Final = re.compile(r"\[[^\[\]]+\]")
 
 
@@ -81,27 +77,15 @@ def file_of(option: str) -> Iterator[None]:
         raise OSError(f"{option}: {named}") from error
 
 
-class ZeroOrSeconds(click.ParamType[float]):
-    """Parse 0, which disables something, or at least `min_s` seconds."""
-
-    name = "seconds"
-
-    def __init__(self, min_s: float) -> None:
-        self._min_s = min_s
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds. Raise click.BadParameter."""
-        try:
-            seconds = float(in_seconds(value) if isinstance(value, str) else value)
-        except ValueError:
-            seconds = math.nan
-        if not seconds <= _SECONDS_MAX or (seconds != 0 and seconds < self._min_s):
-            self.fail(f"{shown(value)}: 0 or at least {self._min_s:g} seconds expected", param, ctx)
-        return seconds
-
-
-KEPT_ANSWERS = ZeroOrSeconds(min_s=5.0)
-"""Retention of answers: they expire in steps of 0.5 s, and clients take a while to come back."""
+log_format_option = click.option(
+    "--log-format",
+    envvar=VARIABLE,
+    show_envvar=True,
+    type=click.Choice(FORMATS),
+    default=FORMATS[0],
+    show_default=True,
+    help="json: each line of the log is an object, also those of vLLM.",
+)
 
 
 def common_options(kind: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -239,15 +223,7 @@ def _with_options(function: Callable[..., None]) -> Callable[..., None]:
                 callback=_host,
                 help="Host by which others reach this process, if not the one it listens on.",
             ),
-            click.option(
-                "--log-format",
-                envvar=VARIABLE,
-                show_envvar=True,
-                type=click.Choice(FORMATS),
-                default=FORMATS[0],
-                show_default=True,
-                help="json: each line of the log is an object, also those of vLLM.",
-            ),
+            log_format_option,
         ]
     ):
         function = option(function)

@@ -25,6 +25,7 @@ from tailrace.service.options import CommonOptions, new_incarnation
 from tailrace.service.tasks import task_error
 from tailrace.service.watchdog import watchdog_timeout_s, watched_loop
 from tailrace.store.client import StoreUnavailable
+from tailrace.store.election import Election, Leadership
 from tailrace.store.membership import Membership
 from tailrace.store.registration import Registration, register
 from tailrace.store.store import Store
@@ -219,6 +220,18 @@ class ServiceContext:
             yield registration
         finally:
             await registration.withdraw()
+
+    async def stand(self, address: str, leading: Leadership | None = None) -> AsyncExitStack:
+        """Register this service, which listens on HOST:PORT, and have it stand for leadership. Closing what
+        is returned, once or again, ends both. `leading` is set while it leads."""
+        record = self.record(address)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.announced(record))
+            log.info("%s serves on %s", record.service_id, address)
+            election = Election(self.store, record, leading)
+            election.start()
+            stack.push_async_callback(election.close)
+            return stack.pop_all()
 
 
 @asynccontextmanager

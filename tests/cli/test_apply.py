@@ -117,7 +117,7 @@ def test_wrong_usage(here: FleetFolder, arguments: tuple[str, ...], message: str
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("kind", "content"), [("systemd", TWO_HOSTS), ("kubernetes", PODS)])
+@pytest.mark.parametrize(("kind", "content"), [("systemd", TWO_HOSTS), ("kubernetes", PODS), ("helm", PODS)])
 def test_keys_that_front_ends_cannot_read_are_not_handed_out(
     here: FleetFolder, kind: str, content: dict[str, object]
 ) -> None:

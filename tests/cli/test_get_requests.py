@@ -7,9 +7,8 @@ import json
 import grpc
 import pytest
 
-from tailrace.cli.long_table import lines
 from tailrace.cli.output import print_figures
-from tailrace.cli.tables import REQUESTS
+from tailrace.cli.tables import REQUESTS, lines
 from tailrace.v1.admin_pb2 import REQUEST_ORDER_OLDEST, ListRequestsRequest, RequestInfo
 from tailrace.v1.types_pb2 import PHASE_ANSWERING, PHASE_REASONING
 from tests.cli.conftest import Run

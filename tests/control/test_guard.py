@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -29,10 +29,12 @@ from tailrace.control.runner import (
     Asked,
     Budgets,
     Guard,
+    Moment,
     PlaceQuestion,
     PlainCalls,
     Point,
     PolicyFailed,
+    PolicyRunner,
     Question,
     ask,
 )
@@ -42,7 +44,7 @@ from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.registry import Declared, UnusablePolicyError, declared
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
-from tests.control.test_runner import ARRIVAL, Active, CallLog
+from tests.control.test_runner import ARRIVAL, Active, CallLog, Model
 from tests.policy.fleets import cluster, instance, quick, request
 
 REQUEST = request("r", "a")
@@ -194,7 +196,7 @@ def test_whatever_a_policy_does_a_request_is_placed(
     failures = len(metrics.failures)
     assert not failures or placement == Place("b")
     for question in QUESTIONS:
-        decided = guard.decide(active, question)
+        decided = guard.ask(active, question)
         failures += decided is None
         assert all(is_sound(action) for action in decided or ())
     assert len(metrics.failures) == len(reasons) == failures
@@ -241,6 +243,66 @@ def test_attributes_are_read_once_and_checked(
         assert raised is None and getattr(found, field) == value
 
 
+class Agreeable(str):
+    """A text that equals everything, and counts how often it is compared."""
+
+    compared: ClassVar[list[object]] = []
+
+    def __eq__(self, other: object) -> bool:
+        self.compared.append(other)
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        self.compared.append(other)
+        return False
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Place(Agreeable("a")),
+        Place("a", pull_from=Agreeable("nobody")),
+        Place("a", also=Agreeable("x")),  # type: ignore[arg-type]
+        Place("a", also=(Migrate(Agreeable("r"), "a", "b", "x"),)),
+        Place("a", also=(Migrate("r", Agreeable("a"), "b", "x"),)),
+    ],
+)
+def test_objects_of_a_policy_are_not_compared(placement: Place) -> None:
+    """Whatever passed would run the policy's code later, where nobody guards it."""
+
+    class Sly(LeastLoaded):
+        def place(self, view: Any, arrival: Any, now: float) -> Any:
+            return placement
+
+    Agreeable.compared.clear()
+    with pytest.raises(BadAnswer):
+        ask(Sly(), PLACE)
+    assert Agreeable.compared == []
+
+
+def test_actions_belong_to_the_policy_that_was_asked() -> None:
+    """Also where the call is the last one before another policy decides."""
+    submitted: list[tuple[str, Any]] = []
+
+    class Executor:
+        def submit(self, actions: Any, policy: str, when_full: Any = None) -> None:
+            submitted.append((policy, when_full))
+
+    active = ActivePolicy(PolicyRecord(name="pascal"))
+    asked = (active.name, active.declared.when_full)
+
+    class Suspending(PlainCalls):
+        def ask(self, policy: Any, question: Any) -> Any:
+            active.follow(PolicyRecord(name="pascal", suspended="late"), Slo())
+            return (Migrate("r", "a", "b", "x"),)
+
+    runner = PolicyRunner(Model(), active, Executor(), Suspending())
+    runner.request_changed(Point.REASONING_ENDED, REQUEST, Moment(0.0, 0.0))
+    assert submitted == [asked]
+
+
 def test_endless_actions_are_cut_off() -> None:
     class Endless(LeastLoaded):
         def on_tick(self, view: Any, now: float) -> Any:
@@ -263,7 +325,7 @@ def test_a_run_that_must_not_guess_ends_at_a_bad_answer() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        PlainCalls().decide(Active(Interrupted()), QUESTIONS[-1])
+        PlainCalls().ask(Active(Interrupted()), QUESTIONS[-1])
 
 
 class Flaky(LeastLoaded):
@@ -284,16 +346,16 @@ def test_failures_in_a_row_at_one_point_suspend() -> None:
     tick = QUESTIONS[-1]
     for fails in (True, True, False, True, True):
         policy.fails = fails
-        guard.decide(active, tick)
+        guard.ask(active, tick)
         # An answer at another point does not count.
         guard.place(active, PLACE)
     assert reasons == []
-    guard.decide(active, tick)
+    guard.ask(active, tick)
     (reason,) = reasons
     assert reason.startswith("tick: raised ValueError: out of luck (test_guard.py:")
     assert reason.endswith(", 3 times in a row")
     # Another policy starts anew.
-    guard.decide(Active(Flaky()), tick)
+    guard.ask(Active(Flaky()), tick)
     assert len(reasons) == 1
 
 
@@ -332,7 +394,7 @@ def test_late_answers_suspend_unless_the_machine_was_busy(
     for _ in range(3):
         # A late answer is used.
         assert guard.place(active, PLACE) == Place("a")
-        guard.decide(active, QUESTIONS[-1])
+        guard.ask(active, QUESTIONS[-1])
     assert bool(reasons) is suspended
     assert reasons in ([], ["place: took 60 ms; its budget is 50 ms, 3 times in a row"])
     # The first one may be the machine's fault: it is not counted.

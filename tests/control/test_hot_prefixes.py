@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.worker_calls import _COPY_S
+from scheduler_svc.actuator import _COPY_S
 from tailrace.actions import CopyPrefix
 from tailrace.cache.recent import common_blocks
 from tailrace.cluster import Arrival, CachedTokens, HotPrefix

@@ -18,9 +18,10 @@ from tailrace.actions import (
     SetPool,
     WhenFull,
 )
-from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, Pool, RequestView
+from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, InstanceView, Pool, RequestView
 from tailrace.control.admission import TtftAdmission
 from tailrace.control.answers import BadAnswer, may_place
+from tailrace.control.cluster_model import ClusterModel
 from tailrace.control.runner import (
     Guard,
     Moment,
@@ -31,7 +32,6 @@ from tailrace.control.runner import (
     Question,
     ask,
 )
-from tailrace.lengths import LengthStatistics
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.base import Policy
 from tailrace.policy.registry import Declared, declared
@@ -77,10 +77,11 @@ class Broken(Policy):
         raise RuntimeError("an error")
 
 
-class Model:
+class Model(ClusterModel[None]):
     """A cluster model that records which views are requested."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.requested: list[tuple[str, float]] = []
         self.view = cluster(instance("a", (REQUEST,)), instance("b"))
 
@@ -96,11 +97,11 @@ class Model:
         self.requested.append((f"request on {instance_id}", now_s))
         return self.view
 
-    def lengths(self, now_s: float) -> LengthStatistics | None:
-        return None
-
     def hot_prefixes(self, now_s: float) -> HotPrefixes | None:
         return None
+
+    def _instance_view(self, instance_id: str) -> InstanceView:
+        raise NotImplementedError
 
 
 class Active:
@@ -244,7 +245,7 @@ def test_a_failed_policy_is_replaced_by_the_fallback_and_counted() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
     calls = Guard(metrics)
     assert calls.place(Active(Broken()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
-    assert calls.decide(Active(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
+    assert calls.ask(Active(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
     assert metrics.failures == [("Broken", Point.PLACE), ("Broken", Point.PREFILL_DONE)]
     assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
     log = Log()
@@ -259,7 +260,7 @@ def test_valid_decisions_pass_unchanged() -> None:
     calls = Guard(metrics)
     assert calls.place(Active(Everywhere()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("a")
     question = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
-    assert calls.decide(Active(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
+    assert calls.ask(Active(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
     assert metrics.failures == []
     assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
 

@@ -7,7 +7,6 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from tests.deploy.compose import DEPLOY, load_compose
@@ -38,10 +37,15 @@ def _schema() -> dict[str, object]:
     ["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.keys.yml", "docker-compose.rdma.yml"],
 )
 def test_compose_schema(name: str) -> None:
+    # It compiles dozens of grammars when it is imported.
+    import jsonschema
+
     jsonschema.validate(load_compose(name), _schema())
 
 
 def test_the_schema_detects_an_error() -> None:
+    import jsonschema
+
     broken = {**load_compose(), "services": {"etcd": {"imagine": "x"}}}
     with pytest.raises(jsonschema.ValidationError, match="imagine"):
         jsonschema.validate(broken, _schema())

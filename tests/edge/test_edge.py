@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import shutil
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,16 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 import openai
+import psutil
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client import CollectorRegistry
 
+from edge_svc.configuration import MODEL_CHOICE, Bounds
+from edge_svc.directory import Directory
+from edge_svc.web import Answers
+from tailrace.security.authority import Authority
+from tailrace.security.roles import Identity, Role
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tiny import MODEL_PATH
 from tests.e2e.conftest import RUST_FRONT
@@ -133,6 +143,31 @@ def test_what_is_refused(fleet: Fleet, path: str, body: bytes, status: int, prob
     assert reply["error"]["code"] == status
 
 
+def test_a_long_name_is_not_sent_back(fleet: Fleet) -> None:
+    body = b'{"model": "' + b"a" * 60_000 + b'"}'
+    status, reply = call(edge_url(fleet), "/v1/completions", body)
+    assert status == 404
+    assert len(reply["error"]["message"]) < 300
+
+
+def test_bodies_that_are_read_together_have_a_bound() -> None:
+    directory = Directory({}, ())
+    bounds = Bounds(max_bodies_bytes=1 << 20)
+    answers = Answers(lambda: directory, None, bounds, CollectorRegistry())
+
+    async def run() -> list[int]:
+        server: TestServer = TestServer(answers.app())
+        async with server, TestClient(server) as api:
+            path = f"{MODEL_CHOICE}/v1/completions"
+            statuses = []
+            for size in (2 << 20, 1 << 10):
+                async with api.post(path, data=b"x" * size) as reply:
+                    statuses.append(reply.status)
+            return statuses
+
+    assert asyncio.run(run()) == [503, 400]
+
+
 def test_large_headers(fleet: Fleet) -> None:
     headers = {"x-much": "a" * 100_000}
     status, reply = call(edge_url(fleet), "/v1/completions", b'{"model": "first"}', headers)
@@ -240,3 +275,30 @@ def test_http_2_and_many_streams_at_once(fleet: Fleet) -> None:
         body = {"model": "second", "prompt": "x", "max_tokens": 4}
         replies = [api.post(f"{edge_url(fleet)}/v1/completions", json=body) for _ in range(8)]
     assert [(reply.status_code, reply.http_version) for reply in replies] == [(200, "HTTP/2")] * 8
+
+
+def test_https(fleet: Fleet, tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "certs")
+    authority.issue(Identity(Role.EDGE, "edge"), hosts=["127.0.0.1"])
+    folder = tmp_path / "certs" / "issued" / "edge" / "edge"
+    certificate, key = folder / "tls.crt", folder / "tls.key"
+    fleet.start_edge("edge-https", options=["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)])
+    try:
+        url = fleet.urls["edge-https"].replace("http:", "https:")
+        trusted = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        with httpx.Client(verify=trusted, timeout=WAIT_S) as api:
+            body = {"model": "first", "prompt": "x", "max_tokens": 4}
+            assert api.post(f"{url}/v1/completions", json=body).status_code == 200
+    finally:
+        fleet.processes["edge-https"].stop()
+        fleet.forget("edge-https")
+
+
+def test_when_the_proxy_ends_the_edge_ends(fleet: Fleet) -> None:
+    """Whoever supervises it starts both again."""
+    edge = fleet.start_edge("edge-dies")
+    (child,) = [each for each in psutil.Process(edge.pid).children() if "envoy" in each.name()]
+    child.kill()
+    wait_until(lambda: not edge.alive, "the edge to end")
+    assert "Envoy ended with status -9" in edge.text()
+    fleet.forget("edge-dies")

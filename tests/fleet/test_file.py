@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from hypothesis import given
@@ -108,6 +107,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [ONE_MACHINE, TWO_HOSTS])
 def test_the_schema_says_the_same(tmp_path: Path, content: dict[str, Any]) -> None:
+    # It compiles dozens of grammars when it is imported.
+    import jsonschema
+
     schema = json_schema()
     jsonschema.validate(content, schema)
     for wrong in (changed(content, "models.0.replicas", "many"), changed(content, "modles", 1)):

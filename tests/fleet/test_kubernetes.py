@@ -3,146 +3,281 @@
 from __future__ import annotations
 
 import base64
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from kubernetes_validate import latest_version, validate
+from click.testing import CliRunner
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tailrace.cli.fleet_file import common_options
+from tailrace.cli.fleet_file import read_fleet_file
+from tailrace.cli.render import render as cli_render
 from tailrace.fleet.file import FleetError
-from tailrace.fleet.kubernetes import OPTIONAL, files, identities
+from tailrace.fleet.kubernetes import OPTIONAL, identities
+from tailrace.security.access import METHODS
+from tailrace.security.authority import Authority
+from tailrace.security.roles import MEMBERS, Identity, Role
 from tests.deploy.services import longest_s, parse_serve
-from tests.fleet.files import MODEL, PODS, changed, read
+from tests.fleet.files import PODS, changed, write
+from tests.fleet.kubernetes_objects import ALERTS, FLEETS, SMALL, check, find, fleet, pods, render
+from tests.waiting import WAIT_S
 
-# A small one without TLS and GPUs, and a large one with everything.
-SMALL = {
-    "models": [{**MODEL, "replicas": 1, "http": "0.0.0.0:8000", "engine": "simulated"}],
-    "insecure": True,
-    "kubernetes": {"etcd": 1},
-}
-LARGE = {
-    **changed(PODS, "models.0.flags.tensor-parallel-size", 2),
-    "cluster": "large",
-    "kubernetes": {
-        "namespace": "llm",
-        "registry": "registry.example/llm",
-        "etcd": ["etcd.example:2379"],
-        "rdma": "rdma/hca",
-        "models": "models",
-        "service": "LoadBalancer",
-        "gateway": "web",
-        "scale_to": 16,
-        "prometheus": "https://prometheus.example",
-    },
-}
-ALERTS = "groups: [{name: one, rules: [{alert: A, expr: up == 0}]}]"
+every_fleet = pytest.mark.parametrize("name", FLEETS)
 
 
-def render(folder: Path, content: Any) -> dict[str, list[dict[str, Any]]]:
-    """Return the objects by file."""
-    file, options = read(folder, content, common_options)
-    paths = {path: b"secret" for name in ("ca.crt", "tls.crt", "tls.key") for path in (name, f"etcd/{name}")}
-    certificates = dict.fromkeys(identities(file.fleet), paths)
-    texts = files(file.fleet, options, certificates, '{"keys": []}', ALERTS)
-    return {name: [*yaml.safe_load_all(text)] for name, text in texts.items()}
+@every_fleet
+def test_kubernetes_accepts_the_objects(name: str) -> None:
+    made = fleet(name)
+    known = [file for file in made if file not in (*OPTIONAL, "kustomization.yaml")]
+    assert made["kustomization.yaml"][0]["resources"] == known
+    for each in itertools.chain.from_iterable(made.values()):
+        check(each)
+    named = [(each["kind"], each["metadata"]["name"]) for file in known for each in made[file]]
+    assert len(set(named)) == len(named)
 
 
-def find(objects: dict[str, list[dict[str, Any]]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [
-        each
-        for documents in objects.values()
-        for each in documents
-        if each["kind"] == kind and each["metadata"]["name"] == name
-    ]
-    return found
-
-
-def pods(objects: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the specification of each kind's pods."""
-    return {
-        each["metadata"]["name"]: each["spec"]["template"]["spec"]
-        for each in objects["fleet.yaml"]
-        if "template" in each["spec"]
+@pytest.mark.slow  # the packages of schemas take 20 s to load
+def test_others_accept_their_objects() -> None:
+    modules = {
+        "cert-manager.io/v1": "cert_manager.v1",
+        "keda.sh/v1alpha1": "keda.v1alpha1",
+        "monitoring.coreos.com/v1": "prometheus_operator.v1",
     }
+    checked = set()
+    for each in itertools.chain.from_iterable(fleet("gpu").values()):
+        if each["apiVersion"] in modules:
+            module = pytest.importorskip(f"cloudcoil.models.{modules[each['apiVersion']]}")
+            accepted = getattr(module, each["kind"]).model_validate(each)
+            # What it does not know is not in it.
+            assert accepted.model_dump(mode="json", by_alias=True, exclude_unset=True) == each
+            checked.add(each["kind"])
+    assert checked == {"Issuer", "Certificate", "ScaledObject", "PodMonitor", "PrometheusRule"}
 
 
-@pytest.mark.parametrize("content", [PODS, SMALL, LARGE], ids=["usual", "small", "large"])
-def test_kubernetes_accepts_the_objects(tmp_path: Path, content: Any) -> None:
-    objects = render(tmp_path, content)
-    known = [name for name in objects if name not in (*OPTIONAL, "kustomization.yaml")]
-    assert objects["kustomization.yaml"][0]["resources"] == known
-    for name in known:
-        for each in objects[name]:
-            validate(each, latest_version(), strict=True)
-
-
-@pytest.mark.parametrize("content", [PODS, SMALL, LARGE], ids=["usual", "small", "large"])
-def test_pods_run_what_services_take(tmp_path: Path, content: Any) -> None:
-    objects = render(tmp_path, content)
-    secrets = {each["metadata"]["name"]: each for each in objects.get("secrets.yaml", [])}
-    for kind, spec in pods(objects).items():
+@every_fleet
+def test_pods_run_what_services_take(name: str) -> None:
+    made = fleet(name)
+    secrets = {each["metadata"]["name"]: each for each in made.get("secrets.yaml", [])}
+    issued = {
+        each["spec"]["secretName"]
+        for each in made.get("certificates.yaml", [])
+        if "secretName" in each["spec"]
+    }
+    for kind, spec in pods(made).items():
         (container,) = spec["containers"]
-        assert (
-            container["securityContext"]["readOnlyRootFilesystem"] and spec["securityContext"]["runAsNonRoot"]
-        )
-        assert "readinessProbe" in container
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] and security["capabilities"]["drop"] == ["ALL"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert {"readinessProbe", "livenessProbe"} <= set(container) or kind == "ranks"
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         claims = {"etcd"} if kind == "etcd" else set()
         assert mounted == {volume["name"] for volume in spec["volumes"]} | claims
-        for volume in spec["volumes"]:
-            if secret := volume.get("secret"):
-                known = secrets[secret["secretName"]]
-                keys = {**known.get("data", {}), **known.get("stringData", {})}
-                assert {item["key"] for item in secret.get("items", [])} <= set(keys)
-        if kind != "etcd":
-            parse_serve(container["command"][2:])
-            assert spec["terminationGracePeriodSeconds"] > longest_s(kind)
+        for secret, keys in _mounted_secrets(spec):
+            if secret not in issued:
+                known = secrets[secret]
+                assert set(keys) <= {*known.get("data", {}), *known.get("stringData", {})}
+        if kind == "etcd":
+            continue
+        parse_serve(container["command"][2:] if kind != "ranks" else _as_node(container["command"][2:]))
+        if kind not in ("ranks", "console"):
+            assert (
+                spec["terminationGracePeriodSeconds"] > longest_s(kind)
+                or "--drain-timeout" in container["command"]
+            )
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert f"0.0.0.0:{ports['grpc']}" in container["command"]
             assert f"0.0.0.0:{ports['metrics']}" in container["command"]
 
 
-def test_an_instance_has_its_gpus(tmp_path: Path) -> None:
-    def devices(content: Any) -> dict[str, Any]:
-        limits = pods(render(tmp_path, content))["worker"]["containers"][0]["resources"]["limits"]
-        return {name: count for name, count in limits.items() if name != "memory"}
-
-    assert devices(PODS) == {"nvidia.com/gpu": 1}
-    assert devices(LARGE) == {"nvidia.com/gpu": 2, "rdma/hca": 1}
-    assert devices(changed(PODS, "kubernetes.gpus", 0)) == {}
-    assert devices(SMALL) == {}
+def _mounted_secrets(spec: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the secrets of a pod's volumes, and their keys."""
+    for volume in spec["volumes"]:
+        if "secret" in volume:
+            yield volume["secret"]["secretName"], []
+        for source in volume.get("projected", {}).get("sources", []):
+            yield source["secret"]["name"], [item["key"] for item in source["secret"]["items"]]
 
 
-def test_pods_of_a_kind_share_a_certificate(tmp_path: Path) -> None:
-    objects = render(tmp_path, PODS)
-    secret = find(objects, "Secret", "tls-worker")
-    assert base64.b64decode(secret["data"]["etcd-tls.key"]) == b"secret"
-    mount = next(each for each in pods(objects)["worker"]["volumes"] if each["name"] == "tls")
-    assert {"key": "etcd-tls.key", "path": "etcd/tls.key"} in mount["secret"]["items"]
-    assert find(objects, "Secret", "keys")["stringData"] == {"keys.json": '{"keys": []}'}
+def _as_node(command: list[str]) -> list[str]:
+    """Return the command of further ranks as it is in a pod."""
+    return [
+        word.replace("$(LWS_LEADER_ADDRESS)", "worker-0.worker").replace("$(NODE)", "1") for word in command
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("usual", {"nvidia.com/gpu": 1}),
+        ("large", {"nvidia.com/gpu": 2, "rdma/hca": 1}),
+        ("nodes", {"nvidia.com/gpu": 8, "rdma/hca": 1}),
+        ("cpu", {}),
+        ("small", {}),
+    ],
+)
+def test_an_instance_has_its_gpus(name: str, devices: dict[str, int]) -> None:
+    for kind in {"worker", "ranks"} & set(pods(fleet(name))):
+        limits = pods(fleet(name))[kind]["containers"][0]["resources"]["limits"]
+        assert {each: count for each, count in limits.items() if each != "memory"} == devices
+
+
+def test_pods_of_a_kind_share_a_certificate() -> None:
+    made = fleet("usual")
+    assert base64.b64decode(find(made, "Secret", "etcd-worker")["data"]["tls.key"]) == b"secret"
+    (tls,) = [each["projected"] for each in pods(made)["worker"]["volumes"] if each["name"] == "tls"]
+    assert [source["secret"]["name"] for source in tls["sources"]] == ["tls-worker", "etcd-worker"]
+    assert {"key": "tls.key", "path": "etcd/tls.key"} in tls["sources"][1]["secret"]["items"]
+    assert find(made, "Secret", "keys")["stringData"] == {"keys.json": '{"keys": []}'}
     # Only Prometheus's certificate, and no operator's, is beside the services'.
-    names = {each["metadata"]["name"] for each in objects["secrets.yaml"]}
-    kinds = ("etcd", "frontend", "migration", "monitor", "scheduler", "telemetry", "worker")
-    assert names == {"keys", *(f"tls-{kind}" for kind in kinds)}
+    names = {each["metadata"]["name"] for each in made["secrets.yaml"]}
+    kinds = ("frontend", "migration", "monitor", "scheduler", "worker")
+    tls_names = {f"tls-{kind}" for kind in (*kinds, "etcd", "prometheus")}
+    assert names >= {"keys", *tls_names, *(f"etcd-{kind}" for kind in kinds)}
+    assert not any("drain" in name or "console" in name for name in names)
 
 
-def test_what_others_read(tmp_path: Path) -> None:
-    objects = render(tmp_path, LARGE)
-    scaled = find(objects, "ScaledObject", "worker")["spec"]
+def test_cert_manager_makes_the_same_certificates(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "certs")
+    made = identities(read_fleet_file(write(tmp_path, FLEETS["gpu"])).fleet)
+    assert {Identity(Role.ADMIN, "drain"), Identity(Role.VIEWER, "console")} <= set(made)
+    for identity, hosts in made.items():
+        folder = authority.issue(identity, hosts=hosts).folder
+        for prefix, path in (("tls", folder), ("etcd", folder / "etcd")):
+            if prefix == "etcd" and identity.role not in MEMBERS:
+                continue
+            spec = find(fleet("gpu"), "Certificate", f"{prefix}-{identity.name}")["spec"]
+            expected = x509.load_pem_x509_certificate((path / "tls.crt").read_bytes())
+            names = expected.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            assert spec["uris"] == names.get_values_for_type(x509.UniformResourceIdentifier)
+            assert spec.get("dnsNames", []) == names.get_values_for_type(x509.DNSName)
+            assert spec.get("ipAddresses", []) == [*map(str, names.get_values_for_type(x509.IPAddress))]
+            (common,) = expected.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+            assert spec["commonName"] == common.value
+            usages = expected.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+            assert ("server auth" in spec["usages"]) == (ExtendedKeyUsageOID.SERVER_AUTH in usages)
+            by_etcds = prefix == "etcd" or identity.role is Role.ETCD
+            assert spec["issuerRef"]["name"] == ("etcd-authority" if by_etcds else "authority")
+
+
+def test_what_others_read() -> None:
+    made = fleet("large")
+    scaled = find(made, "ScaledObject", "worker")["spec"]
     assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (4, 16)
+    # Applying it again must not undo the scaling.
+    assert "replicas" not in find(made, "StatefulSet", "worker")["spec"]
     assert 'model="org/model"' in scaled["triggers"][0]["metadata"]["query"]
-    assert find(objects, "HTTPRoute", "frontend")["spec"]["parentRefs"] == [{"name": "web"}]
-    assert find(objects, "PrometheusRule", "alerts")["spec"] == yaml.safe_load(ALERTS)
-    endpoint = find(objects, "PodMonitor", "worker")["spec"]["podMetricsEndpoints"][0]
+    assert find(made, "HTTPRoute", "frontend")["spec"]["parentRefs"] == [{"name": "web"}]
+    elsewhere = find(fleet("gpu"), "HTTPRoute", "frontend")["spec"]["parentRefs"]
+    assert elsewhere == [{"name": "web", "namespace": "gateways"}]
+    assert find(made, "PrometheusRule", "alerts")["spec"] == yaml.safe_load(ALERTS)
+    endpoint = find(made, "PodMonitor", "worker")["spec"]["podMetricsEndpoints"][0]
     assert endpoint["tlsConfig"]["serverName"] == "worker.tailrace.internal"
-    assert set(OPTIONAL) <= set(objects) and not {"scaling.yaml", "route.yaml"} & set(render(tmp_path, PODS))
+    assert set(OPTIONAL) <= set(made) and not {"scaling.yaml", "route.yaml"} & set(fleet("usual"))
 
 
-def test_kubernetes_expands_only_what_is_the_pods_own(tmp_path: Path) -> None:
+def test_an_engine_may_span_pods() -> None:
+    group = find(fleet("nodes"), "LeaderWorkerSet", "worker")["spec"]["leaderWorkerTemplate"]
+    leader, node = (
+        group[each]["spec"]["containers"][0]["command"] for each in ("leaderTemplate", "workerTemplate")
+    )
+    assert group["size"] == 2
+    assert leader[leader.index("--nnodes") :][:4] == ["--nnodes", "2", "--master-addr", "$(POD_IP)"]
+    assert node[3:] == ["--worker", "$(LWS_LEADER_ADDRESS):29600", "--node", "$(NODE)", "--insecure"]
+    scaled = render(changed(FLEETS["nodes"], "kubernetes.scale_to", 4))
+    assert find(scaled, "ScaledObject", "worker")["spec"]["scaleTargetRef"]["kind"] == "LeaderWorkerSet"
+
+
+def test_a_pod_ends_after_its_drain() -> None:
+    def life(name: str, kind: str) -> tuple[int, list[str]]:
+        spec = pods(fleet(name))[kind]
+        lifecycle = spec["containers"][0].get("lifecycle", {"preStop": {"exec": {"command": []}}})
+        return spec["terminationGracePeriodSeconds"], lifecycle["preStop"]["exec"]["command"]
+
+    assert life("usual", "worker") == (120, [])
+    assert life("usual", "frontend") == (365, ["sleep", "5"])
+    # The preStop's 120 s, and 120 s of --drain-timeout with what a stop takes besides.
+    seconds, command = life("gpu", "worker")
+    drain = 'tailrace drain "$POD_NAME" --admin scheduler:7101 --tls /etc/tailrace/operator'
+    assert seconds == 120 + 120 + 60
+    assert command == ["sh", "-c", f"{drain} --timeout 120; {drain} --undrain; true"]
+
+
+def test_probes_ask_what_each_part_has() -> None:
+    def probe(name: str, kind: str, which: str) -> dict[str, Any]:
+        found: dict[str, Any] = pods(fleet(name))[kind]["containers"][0][which]
+        return found
+
+    assert probe("gpu", "frontend", "readinessProbe")["httpGet"] == {
+        "path": "/ready",
+        "port": 8000,
+        "scheme": "HTTP",
+    }
+    assert probe("gpu", "frontend", "livenessProbe")["httpGet"]["path"] == "/health"
+    # Users can connect, whether or not there is an instance yet.
+    assert probe("gpu", "frontend", "startupProbe")["exec"]["command"][3:] == [
+        "127.0.0.1:7104",
+        "--tls",
+        "/etc/tailrace/tls",
+    ]
+    assert probe("small", "worker", "readinessProbe")["grpc"] == {"port": 7105}
+    assert probe("small", "scheduler", "livenessProbe")["tcpSocket"] == {"port": 7101}
+    rust = pods(render(changed(SMALL, "models.0.front", "rust")))["frontend"]["containers"][0]
+    assert rust["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 9104, "scheme": "HTTP"}
+
+
+@every_fleet
+def test_each_port_is_for_who_needs_it(name: str) -> None:
+    made = fleet(name)
+    policies = {each["metadata"]["name"]: each["spec"] for each in made["network.yaml"]}
+    assert set(policies) == set(pods(made))
+    for kind, spec in policies.items():
+        assert spec["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == kind
+
+    def reach(kind: str, port: int) -> set[str]:
+        """Return the kinds of pods that reach a port; other: everybody."""
+        found: set[str] = set()
+        for rule in policies[kind]["ingress"]:
+            if any(
+                each["port"] <= port <= each.get("endPort", each["port"]) for each in rule.get("ports", [])
+            ):
+                selectors = [
+                    each["podSelector"]["matchExpressions"][0]["values"] for each in rule.get("from", [])
+                ]
+                found |= {*itertools.chain.from_iterable(selectors)} or {"other"}
+        return found
+
+    drains = "drain" in FLEETS[name].get("kubernetes", {})
+    console = "console" in FLEETS[name].get("kubernetes", {})
+    assert reach("scheduler", 7101) == {"frontend", "scheduler"} | ({"worker"} if drains else set()) | (
+        {"console"} if console else set()
+    )
+    assert reach("monitor", 7102) == {"frontend", "migration", "monitor", "scheduler", "worker"}
+    assert reach("migration", 7103) == {"scheduler", "worker"}
+    assert reach("worker", 7105) == {"migration", "scheduler", "worker"}
+    assert reach("worker", 7205) == {"frontend"} and reach("worker", 7363) == {"worker"}
+    assert reach("frontend", 8000) == {"other"} and reach("frontend", 7104) == {"frontend"}
+    assert reach("worker", 9105) == ({"other"} if "tls" in FLEETS[name] else set())
+    if "etcd" in policies:
+        assert reach("etcd", 2380) == {"etcd"} and "console" not in reach("etcd", 2379)
+
+
+def test_every_method_is_some_parts() -> None:
+    # A service that is new in the table of who may call what has its place in the network policies.
+    from tailrace.fleet.kubernetes import _SERVED_BY
+
+    services = {method.split("/")[1].rpartition(".")[2] for method in METHODS}
+    assert services - {"Health", "ServerReflection"} == set(_SERVED_BY)
+
+
+def test_kubernetes_expands_only_what_is_the_pods_own() -> None:
     content = changed(PODS, "models.0.flags.chat-template", "{{ $(HOME) }} $5")
-    command = pods(render(tmp_path, content))["worker"]["containers"][0]["command"]
+    command = pods(render(content))["worker"]["containers"][0]["command"]
     assert "{{ $$(HOME) }} $5" in command
     assert "$(POD_NAME)" in command and "$(POD_IP)" in command
 
@@ -159,14 +294,71 @@ def test_kubernetes_expands_only_what_is_the_pods_own(tmp_path: Path) -> None:
         ("tls", False, "tls: pods need tls: true"),
         ("kubernetes", {"scale_to": 2}, "kubernetes.scale_to: fewer than"),
         ("models.0.frontends", {}, r"models\[0\].frontends: a number"),
+        ("kubernetes", {"nodes": 2}, "kubernetes.nodes: 1 ranks .* cannot be divided among 2 pods"),
+        ("models.0.flags", {"tensor-parallel-size": 2}, "insecure: true is needed with kubernetes.nodes"),
+        ("models.0.engine", "simulated", "kubernetes.nodes: a simulated engine is one process"),
     ],
 )
-def test_what_kubernetes_cannot_run(tmp_path: Path, place: str, value: Any, problem: str) -> None:
+def test_what_kubernetes_cannot_run(place: str, value: Any, problem: str) -> None:
+    content = changed(PODS, "kubernetes.nodes", 2) if "nodes" in problem else PODS
     with pytest.raises(FleetError, match=problem):
-        render(tmp_path, changed(PODS, place, value))
+        render(changed(content, place, value))
 
 
-def test_hosts_are_chosen_by_kubernetes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("namespace", "A"),
+        ("storage_class", "a b"),
+        ("certificates", "vault"),
+        ("console", "root"),
+        ("nodes", 0),
+        ("drain", -1),
+        ("secret", "x/y"),
+        ("tolerations", []),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(Exception, match=f"kubernetes.*{field}"):
+        read_fleet_file(write(tmp_path, changed(PODS, f"kubernetes.{field}", value)))
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "helm"])
+def test_the_command_writes_a_folder_and_says_what_to_do(tmp_path: Path, kind: str) -> None:
+    file, out = write(tmp_path, FLEETS["gpu"]), tmp_path / "out"
+    (tmp_path / "keys.json").write_text('{"keys": []}')
+
+    def run() -> list[str]:
+        arguments = [kind, "-f", str(file), "--out", str(out), "--dir", str(tmp_path / "certs")]
+        done = CliRunner().invoke(cli_render, arguments)
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()
+
+    steps = run()
+    assert out.stat().st_mode & 0o077 == 0
+    # cert-manager makes the certificates: here is no authority, and operators fetch theirs.
+    assert not (tmp_path / "certs").exists()
+    first = f"kubectl apply --kustomize {out}" if kind == "kubernetes" else "kubectl create namespace llm"
+    assert steps[0] == first
+    assert f"tailrace apply -f {file} --admin 127.0.0.1:7101 --tls operator" in steps
+    (fetch,) = [step for step in steps if step.startswith("mkdir") and "tls-operator" in step]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "kubectl").write_text('#!/bin/sh\nprintf %s "$*"\n')
+    (programs / "kubectl").chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    subprocess.run(["sh", "-ec", fetch], cwd=tmp_path, check=True, env={"PATH": path}, timeout=WAIT_S)
+    asked = '--output go-template={{index .data "tls.key" | base64decode}}'
+    expected = f"--namespace llm get secret tls-operator {asked}"
+    assert (tmp_path / "operator" / "tls.key").read_text() == expected
+    # What the file does not ask for any more is gone.
+    write(tmp_path, {**FLEETS["gpu"], "kubernetes": {"namespace": "llm"}})
+    run()
+    left = {path.name for path in out.rglob("*.yaml")}
+    assert not left & {"route.yaml", "scaling.yaml", "certificates.yaml"} and "secrets.yaml" in left
+
+
+def test_hosts_are_chosen_by_kubernetes() -> None:
     content = {**PODS, "hosts": {"a": {"address": "10.0.0.1"}}, "etcd": ["a"], "schedulers": 1}
     with pytest.raises(FleetError, match="hosts: Kubernetes chooses the machines"):
-        render(tmp_path, content)
+        render(content)

@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry
 from frontend_svc.admission import AdmissionFlag, AdmissionReader
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import ServedModel
-from frontend_svc.settings import Limits, WaitLimits
+from frontend_svc.settings import Limits, Settings, WaitLimits
 from tailrace.model_identity import ModelIdentity
 from tailrace.service.channels import Channels
+from tailrace.service.vllm_line import VllmLine
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import ScriptedWorker, serving
@@ -92,19 +93,15 @@ async def open_rig(
     flag = AdmissionFlag(folder / "admission")
     members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
     async with AsyncExitStack() as stack, FakeApiServer(folder) as front:
-        engine = FleetEngine(
-            name,
-            members,
-            channels,
-            flag,
-            folder,
-            registry,
-            None,
-            WaitLimits(PLACE_WAIT_S) if served is None else WaitLimits(PLACE_WAIT_S, PLACE_WAIT_S),
+        settings = Settings(
+            frontend_id=name,
+            line=VllmLine(flags={"reasoning_parser": ("tiny",)}),
+            wait_limits=WaitLimits(PLACE_WAIT_S)
+            if served is None
+            else WaitLimits(PLACE_WAIT_S, PLACE_WAIT_S),
             limits=limits,
-            served=served,
-            on_models=on_models,
         )
+        engine = FleetEngine(settings, members, channels, flag, folder, registry, None, served, on_models)
         running = asyncio.create_task(engine.run())
         try:
             yield Rig(front, engine, members, AdmissionReader(flag.path), registry, stack)

@@ -11,15 +11,14 @@ from prometheus_client import CollectorRegistry
 
 from tailrace.service.message_stream import serve_streams
 from tailrace.v1 import worker_pb2
-from worker_agent.attach import AttachStreams
-from worker_agent.dispatch import Admission, Dispatcher
+from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
 from worker_agent.frontends import FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.load import Heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.phase_events import PhaseEvents
 from worker_agent.progress import Progress, StepBounds
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.sink import FrontEndSink
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -25,6 +26,7 @@ from tailrace.wire import NIL
 from tests.frontend.echo_worker import ANSWER, THOUGHT
 from tests.frontend.front_end_thread import MAX_STREAMS, FrontEndThread
 from tests.frontend.test_placement import Scheduler, scheduler
+from tests.harness.forked import api_server_python
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
@@ -50,6 +52,8 @@ def front_end(request: pytest.FixtureRequest) -> Iterator[FrontEndThread]:
     with pytest.MonkeyPatch.context() as patch:
         # The development routes must not bypass the scheduler.
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        # It starts the API server with it.
+        patch.setattr(sys, "executable", api_server_python() or sys.executable)
         thread = FrontEndThread(request.param, vllm_rs or Path())
         thread.start()
         yield thread

@@ -11,8 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from frontend_svc.fleet import Fleet
-from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
-from frontend_svc.placement_client import PlacementClient, _PlacementStream
+from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen, PlacementClient, _PlacementStream
 from frontend_svc.streams import TEXT_GENERATION, Requirements, Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend_svc.links import Loss, LossCause, WorkerLinks
-from frontend_svc.probation import PROGRESS_TOKENS, WIDEN_S
-from frontend_svc.recovery import EXPLAIN_S, MAX_LOSSES, Recovery
+from frontend_svc.recovery import EXPLAIN_S, MAX_LOSSES, PROGRESS_TOKENS, WIDEN_S, Recovery
 from frontend_svc.requests import Requests, Where
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.v1 import worker_pb2

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from frontend_svc.adopt import Commit, Wait, evaluate
-from frontend_svc.load import Load, load_of
+from frontend_svc.observer import Load, load_of
 from frontend_svc.streams import (
     ANSWER_BEGUN,
     FAILED,

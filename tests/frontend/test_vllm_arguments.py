@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED
 from tailrace.service.etcd import local_etcd
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
+from tests.harness.forked import ForkedCommand
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm
@@ -95,19 +95,16 @@ def test_reasoning_parser_that_does_not_fit_the_model_is_named(capsys: pytest.Ca
 
 
 async def test_the_front_end_ends_with_that_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
     async with local_etcd(tmp_path / "etcd") as etcd:
-        command = [sys.executable, "-m", "frontend_svc.main", "--etcd", etcd.endpoint]
-        process = await asyncio.create_subprocess_exec(
-            *command, "--http", "127.0.0.1:0", "--max-model-len=9999999", stderr=asyncio.subprocess.PIPE
-        )
+        command = ["serve", "frontend", "--etcd", etcd.endpoint, "--http", "127.0.0.1:0"]
+        process = ForkedCommand([*command, "--max-model-len=9999999"], log, {}, vllm=False)
         try:
             # vLLM is imported by two processes in turn.
-            _, log = await asyncio.wait_for(process.communicate(), 4 * WAIT_S)
+            code = await asyncio.to_thread(process.wait, 4 * WAIT_S)
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    assert process.returncode == ARGUMENTS_REFUSED
+            process.kill()
+    assert code == ARGUMENTS_REFUSED
     # On a busy machine, etcd may be logged only after it.
-    (line,) = [line for line in log.decode().splitlines() if line.startswith("Error: ")]
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("Error: ")]
     assert line.startswith("Error: vLLM's API server rejects these settings: ")

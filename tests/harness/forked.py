@@ -6,16 +6,25 @@ hundreds. The child runs the same command as `python -m tailrace`.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import select
+import shlex
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Final
+
+import msgspec
+
+from tests.harness import fork_python
+from tests.harness.preloaded import Start
 
 PYTHONPATH: Final = os.environ.get("PYTHONPATH")
 """Where the forked processes find modules: others must be started in another way."""
@@ -38,22 +47,103 @@ _VLLM_WORKER: Final = [
     "worker_agent.serving",
     "worker_agent.worker",
     "worker_agent.engine.vllm.engine",
+    # It replaces classes of torch: nothing for other processes.
     "vllm.v1.worker.cpu_worker",
 ]
-# How long `end_servers` may hold up the end of a run.
+# Those that the tests of vLLM engines import when they are collected, and the process of vLLM's API server.
+_VLLM: Final = [
+    "tailrace.cli.main",
+    "worker_agent.engine.vllm.engine",
+    "frontend_svc.api_server.python_app",
+    # The API server imports it, and it compiles dozens of grammars if all its extras are installed.
+    "jsonschema",
+]
+_ROOT: Final = Path(__file__).parents[2]
+# How long one may take to import vLLM, on a machine that does much else.
+_IMPORTS_S: Final = 300.0
+# How long each may hold up the end of a run.
 _END_S: Final = 30.0
 
 
-def _server(modules: list[str]) -> forkserver.ForkServer:
-    # It starts with the first process; each child imports modules that are missing here.
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(modules)
-    return server
+def _python(path: str) -> str:
+    return os.path.join(os.path.dirname(path), "python")
 
 
-# By whether they have imported vLLM.
-_SERVERS: Final = {False: _server(_SERVICES), True: _server(_VLLM_WORKER)}
-_choosing = threading.Lock()
+class ForkServer:
+    """A process that forks others (preloaded.py). It starts when it is first needed."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """`modules`: what it imports."""
+        self._modules = modules
+        self._path = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
+
+    @property
+    def known(self) -> str:
+        """Return where it listens, "" if it was not started."""
+        return self._path
+
+    def use(self, path: str) -> None:
+        """Use the one that another process has started."""
+        self._path = path
+
+    def path(self) -> str:
+        """Return where it listens."""
+        with self._starting:
+            if not self._path:
+                path = os.path.join(tempfile.mkdtemp(prefix="preloaded-"), "socket")
+                script = shlex.join([sys.executable, "-I", "-S", fork_python.__file__, path])
+                Path(_python(path)).write_text(f'#!/bin/sh\nexec {script} "$@"\n')
+                Path(_python(path)).chmod(0o755)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                    # Here, so that a client can connect before the imports are done.
+                    listener.bind(path)
+                    listener.listen(128)
+                    fd = listener.fileno()
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", "tests.harness.preloaded", str(fd), *self._modules],
+                        cwd=_ROOT,
+                        # As a front end sets it for its API server; it counts when vLLM is imported.
+                        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                        pass_fds=[fd],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.DEVNULL,
+                    )
+                self._path = path
+        return self._path
+
+    def python(self) -> str:
+        """Return the path of a `python` whose processes are forked from it."""
+        return _python(self.path())
+
+    def connect(self) -> socket.socket:
+        """Return a connection to it. It answers once it has imported its modules."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_IMPORTS_S)
+        connection.connect(self.path())
+        return connection
+
+    def end(self) -> None:
+        """End it, if this process has started it."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            # It does not end before the commands do: one that a failed test left must not hold up the run.
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(os.path.dirname(self._path))
+
+
+_SERVERS: Final = {
+    "services": ForkServer(_SERVICES),
+    "vLLM workers": ForkServer(_VLLM_WORKER),
+    "vLLM": ForkServer(_VLLM),
+}
 
 
 class ForkedCommand:
@@ -61,31 +151,38 @@ class ForkedCommand:
 
     def __init__(self, arguments: Sequence[str], log: Path, env: Mapping[str, str], vllm: bool) -> None:
         """`env`: added to that of this process. `vllm`: whether the command needs vLLM."""
-        log.touch()
-        environment = {**os.environ, **env}
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_run, args=(list(arguments), str(log), environment))
-        with _choosing:
-            # Python has one server a process, and asks it by this function.
-            forkserver.connect_to_new_process = _SERVERS[vllm].connect_to_new_process
-            # Each child would import it, pytest for example, and needs nothing of it.
-            main = sys.modules["__main__"]
-            sys.modules["__main__"] = ModuleType("__main__")
-            try:
-                self._process.start()
-            finally:
-                sys.modules["__main__"] = main
+        start = Start(
+            arguments=["-m", "tailrace", *arguments],
+            env={**os.environ, **env},
+            folder=os.getcwd(),
+            fds=[0, 1, 2],
+            # A process group of its own, so that killing it includes its children.
+            session=True,
+            dies_with_client=False,
+            python=api_server_python(),
+        )
+        self._returncode: int | None = None
+        self._asking = threading.Lock()
+        self._connection = _SERVERS["vLLM workers" if vllm else "services"].connect()
+        with open(os.devnull, "rb") as nothing, log.open("ab") as out:
+            fds = [nothing.fileno(), out.fileno(), out.fileno()]
+            socket.send_fds(self._connection, [msgspec.json.encode(start)], fds)
+        self._pid = int(self._connection.recv(64))
+        self._connection.settimeout(None)
 
     @property
     def pid(self) -> int:
         """Process ID."""
-        assert self._process.pid is not None
-        return self._process.pid
+        return self._pid
 
     @property
     def returncode(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
-        return self._process.exitcode
+        with self._asking:
+            if self._returncode is None:
+                with suppress(BlockingIOError):
+                    self._returncode = int(self._connection.recv(64, socket.MSG_DONTWAIT))
+            return self._returncode
 
     def poll(self) -> int | None:
         """Return `returncode`."""
@@ -98,55 +195,54 @@ class ForkedCommand:
 
     def terminate(self) -> None:
         """Send SIGTERM."""
-        self._process.terminate()
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
         """Wait for the end, at most `timeout` seconds, and return the exit code. Raise TimeoutExpired."""
-        self._process.join(timeout)
-        if self.returncode is None:
+        if self._returncode is None:
+            ended = select.poll()
+            ended.register(self._connection, select.POLLIN)
+            ended.poll(timeout * 1e3)
+        if (code := self.returncode) is None:
             raise subprocess.TimeoutExpired("tailrace", timeout)
-        return self.returncode
+        return code
+
+
+def start_servers() -> str:
+    """Start all from which a run forks. Return the path of a `python` whose processes have imported vLLM."""
+    for server in _SERVERS.values():
+        server.path()
+    return _SERVERS["vLLM"].python()
+
+
+def api_server_python() -> str:
+    """Return what `start_servers` has returned in this run, "" if they were not started.
+
+    A front end whose `sys.executable` it is starts vLLM's API server so.
+    """
+    known = _SERVERS["vLLM"].known
+    return _python(known) if known else ""
+
+
+def servers() -> dict[str, str]:
+    """Return where those listen that have started, by name."""
+    return {name: server.known for name, server in _SERVERS.items() if server.known}
+
+
+def use_servers(paths: Mapping[str, str]) -> None:
+    """Use those of another process, which ends them."""
+    for name, path in paths.items():
+        _SERVERS[name].use(path)
 
 
 def end_servers() -> None:
-    """End the processes that commands are forked from, if there are any, and their resource tracker.
+    """End the processes that commands are forked from, if this process has started any.
 
-    They end by themselves some time after this process, which is too late: a test run leaves no process.
+    They would end by themselves some time after this process, which is too late: a run leaves no process.
     """
-
-    def end() -> None:
-        # Functions for Python's own tests; there is no other way.
-        for server in _SERVERS.values():
-            server._stop()  # type: ignore[attr-defined]
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
-
-    # The tracker does not end before the commands do: one that a failed test left must not hold up the run.
-    thread = threading.Thread(target=end, daemon=True)
-    thread.start()
-    thread.join(_END_S)
-
-
-def _run(arguments: list[str], log: str, env: dict[str, str]) -> None:
-    # As in a process that was not forked. Locks would have names otherwise, which a worker leaves at its end.
-    multiprocessing.set_start_method(None, force=True)
-    # A process group of its own, so that killing it includes its children.
-    os.setsid()
-    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.close(out)
-    # What vLLM has set there at its import stays.
-    for name in os.environ.keys() - env.keys():
-        if name.startswith(("TAILRACE_", "OTEL_")):
-            del os.environ[name]
-    os.environ.update(env)
-    sys.argv = ["tailrace", *arguments]
-    # A service can run its command again in its place.
-    sys.orig_argv = [sys.executable, "-m", "tailrace", *arguments]
-    from tailrace.cli.main import main
-
-    main()
+    for server in _SERVERS.values():
+        server.end()

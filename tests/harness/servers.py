@@ -78,9 +78,10 @@ class TailraceCluster(Server):
         arguments: Sequence[str],
         front: str = "python",
         checkout: Path | None = None,
+        edge_for: str = "",
     ) -> None:
         """`arguments`: further options of `tailrace up`. `checkout`: run this other checkout's, from its
-        `.venv`."""
+        `.venv`. `edge_for`: behind an edge, with a worker of this engine, and no other options."""
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="tailrace-bench-")
         (port,) = free_ports(1)
@@ -91,6 +92,14 @@ class TailraceCluster(Server):
         self._checkout = checkout
         self._tailrace = [python, "-m", "tailrace"]
         command = [*self._tailrace, "up", "--port", str(port), "--front", front, *arguments]
+        if edge_for:
+            flags = {"served-model-name": MODEL, "reasoning-parser": REASONING_PARSER}
+            model = {"model": str(MODEL_PATH), "engine": edge_for, "front": front, "replicas": 1}
+            fleet = {"http": f"127.0.0.1:{port}", "traces": "none", "models": [{**model, "flags": flags}]}
+            file = Path(self._folder.name) / "fleet.yaml"
+            # JSON is YAML.
+            file.write_text(json.dumps(fleet))
+            command = [*self._tailrace, "up", "-f", str(file)]
         _run_to_end(command, self._env, timeout_s=900, folder=checkout)
         self._state = json.loads((Path(self._folder.name) / "state.json").read_text())
 

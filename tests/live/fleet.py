@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from frontend_svc.admission import AdmissionFlag
 from frontend_svc.engine import FleetEngine
+from frontend_svc.settings import Settings as FrontSettings
 from migration_svc import main as migration_main
 from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
@@ -31,6 +32,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
 from tailrace.service.runtime import Shutdown
+from tailrace.service.vllm_line import VllmLine
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
@@ -224,15 +226,16 @@ async def open_fleet(
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-")))
         front = await stack.enter_async_context(FakeApiServer(sockets))
         core = FleetEngine(
-            "f0",
+            # No pace under any policy: tests wait for whole answers.
+            FrontSettings(
+                frontend_id="f0", line=VllmLine(flags={"reasoning_parser": ("tiny",)}), pace_tpot_ms=0.0
+            ),
             members,
             channels,
             AdmissionFlag(sockets / "admission"),
             sockets,
             CollectorRegistry(),
             None,
-            # Under no policy: tests wait for whole answers.
-            pace_s=0.0,
         )
         stack.push_async_callback(_stop, asyncio.create_task(core.run(), name="front end"))
         await front.ready()

@@ -10,9 +10,8 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
-from monitor_svc.feed import Feed
 from monitor_svc.reports import Reports
-from monitor_svc.servicer import MONITOR_SERVICE, MonitorServicer, add_to_server
+from monitor_svc.servicer import MONITOR_SERVICE, Feed, MonitorServicer, add_to_server
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1.monitor_pb2_grpc import MonitorStub

@@ -9,10 +9,9 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from monitor_svc.feed import Feed
 from monitor_svc.gauges import MonitorGauges
 from monitor_svc.reports import MissedObjectives, ReceivedReport, Reports, missed_objectives
-from monitor_svc.servicer import MonitorServicer
+from monitor_svc.servicer import Feed, MonitorServicer
 from monitor_svc.traces import TraceStore
 from tailrace.request_columns import columns_from
 from tailrace.slo import Slo

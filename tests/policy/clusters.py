@@ -83,7 +83,7 @@ def _instance(random: Random, name: str, state: InstanceState, count: int) -> In
     )
 
 
-def _cluster(counts: Sequence[int], seed: int, states: Sequence[InstanceState]) -> ClusterView:
+def random_cluster(counts: Sequence[int], seed: int, states: Sequence[InstanceState]) -> ClusterView:
     random = Random(seed)
     return ClusterView(
         MappingProxyType(
@@ -101,7 +101,7 @@ def clusters(*, active: bool = False, least: int = 0) -> st.SearchStrategy[Clust
     With `active`, all instances are active.
     """
     return st.builds(
-        _cluster,
+        random_cluster,
         st.lists(st.integers(0, 6), min_size=least, max_size=len(IDS)),
         st.integers(0, 2**32),
         st.just([InstanceState.ACTIVE] if active else _STATES),

@@ -83,7 +83,8 @@ def test_arrow_predicts_ttft_from_measurements() -> None:
 
     def fleet(measured: Measured | None) -> ClusterView:
         pools = [Pool.PREFILL] * 2 + [Pool.DECODE] * 3
-        return view(*(instance(f"w{n}", pool, measured) for n, pool in enumerate(pools)))
+        members = (instance(f"w{n}", pool, measured) for n, pool in enumerate(pools))
+        return view(*(replace(each, max_running_tokens=1_000) for each in members))
 
     arrow, arrival = Arrow(ttft_slo_s=2.0), Arrival("r", 500, 100, 0)
     for fast_fleet in (fleet(None), fleet(Measured.of(record()))):
@@ -102,6 +103,18 @@ def test_arrow_uses_the_reported_delay_else_the_measured_curve() -> None:
     assert loads.prefill_delay_s(busy) == pytest.approx(0.01 + 0.02)
     assert loads.prefill_delay_s(replace(busy, measured=None)) == 1.0
     assert loads.prefill_delay_s(replace(busy, prefill_delay_s=7.0)) == 7.0
+
+
+def test_arrow_limits_a_batch_by_what_was_reported_else_by_the_measured_steps() -> None:
+    """Of instances with room for any batch."""
+    arrow = Arrow(tpot_slo_s=0.05, profile=PROFILE)
+    here = replace(instance("w"), kv_capacity_tokens=10**9)
+    fast, slow = (replace(here, measured=Measured.of(record(times))) for times in (1.0, 4.0))
+    nominal, unhurried, slower = map(arrow.loads.max_tokens, (here, fast, slow))
+    assert nominal == unhurried > slower > 0
+    # A step of 64 ms is beyond the SLO with any batch.
+    assert arrow.loads.max_tokens(replace(here, measured=Measured.of(record(10.0)))) == 0
+    assert arrow.loads.max_tokens(replace(slow, max_running_tokens=77)) == 77
 
 
 def test_tailrace_prefers_the_instance_measured_as_faster() -> None:

@@ -155,8 +155,13 @@ def reporting(draw: st.DrawFn) -> ClusterView:
 # ---- the cost of an arrival
 
 
-def expected_arrival_s(costs: Costs, instance: InstanceView, prompt: int, cached: int = 0) -> float:
-    """Return the cost term by term, as in docs/policy-tailrace.md."""
+def expected_arrival_s(
+    costs: Costs, instance: InstanceView, prompt: int, cached: int = 0, shortest_s: float | None = None
+) -> float:
+    """Return the cost term by term, as in docs/policy-tailrace.md.
+
+    `shortest_s`: shortest idle step of the fleet; None: the fleet is of one kind.
+    """
     if instance.state is not InstanceState.ACTIVE:
         return inf
     steps, backlog = costs.steps_of(instance), instance.prefill_backlog_tokens
@@ -189,12 +194,18 @@ def expected_arrival_s(costs: Costs, instance: InstanceView, prompt: int, cached
     reasoning = table_of(instance.requests).phase_load().reasoning
     decoding = max(1, requests - len(prompts))
     reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
-    share = min(1.0, step_s / costs.tpot_slo_s)
+    # What its kind adds to an idle step, if that is within the SLO.
+    kind_s = 0.0
+    if shortest_s is not None and steps.decode_base_s < costs.tpot_slo_s:
+        kind_s = steps.decode_base_s - shortest_s
+    share = min(1.0, (step_s - kind_s) / (costs.tpot_slo_s - kind_s))
+    spared_s = costs.expected_tokens * (1.0 - reasons) * share * share * kind_s
     weight = reasons + (1.0 - reasons) * share * share
     delay_s = own_s * (behind + weight * max(0, requests - behind))
     joining_s = costs.expected_tokens * slowdown_s(steps, requests, held, prompt)
     return (
         weight * joining_s
+        - spared_s
         + wait_s
         + delay_s
         + expected_shortage_s(costs, instance, prompt + costs.expected_tokens)
@@ -240,8 +251,9 @@ def test_the_cost_of_an_arrival_follows_the_formula(
         offers.update(view)
         tokens = {name: int(share * prompt * (at % 2)) for at, name in enumerate(view.instances)}
         cached = {name: CachedTokens(held, held) for name, held in tokens.items() if held}
+        shortest_s = min(COSTS.steps_of(each).decode_base_s for each in view.instances.values())
         expected = {
-            name: expected_arrival_s(COSTS, each, prompt, tokens[name])
+            name: expected_arrival_s(COSTS, each, prompt, tokens[name], shortest_s)
             for name, each in view.instances.items()
         }
         arriving = Arrival("new", prompt, 100, n, cached=cached)

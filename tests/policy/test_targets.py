@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tailrace.cluster import Arrival, ClusterView, InstanceView, Pool
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy import columns
-from tailrace.policy.ares.dispatch import LeastKvLoad, decoders, kv_load
-from tailrace.policy.ares.policy import Ares
+from tailrace.policy.ares.policy import Ares, LeastKvLoad, decoders, kv_load
 from tailrace.policy.arrow.load import DecodeTargets, LoadModel, PrefillTargets, running_tokens
 from tailrace.policy.arrow.policy import PROFILE, Arrow
 from tailrace.policy.arrow.pools import Pools

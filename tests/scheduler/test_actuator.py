@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry
 
-from scheduler_svc.actuator import Actuator
+from scheduler_svc.actuator import Actuator, WorkerCalls
 from scheduler_svc.loop import DecisionLoop, Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.settings import Settings
-from scheduler_svc.worker_calls import Copier, Negotiator, PromptReturns
 from tailrace.actions import ORDERED_MAX, Action, Migrate, ReturnPrompts, SetPool, WhenFull
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.control.live import LiveControl
@@ -113,11 +112,8 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         leading.set()
         metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
         mover = MigrationStarter(state, Migrations(membership, channels), traceparents)
-        negotiator = Negotiator(state, channels, traceparents)
-        prompt_returns = PromptReturns(state, channels)
-        actuator = Actuator(
-            state, mover, negotiator, prompt_returns, Copier(state, channels), Settings(store), metrics
-        )
+        workers = WorkerCalls(state, channels, traceparents)
+        actuator = Actuator(state, mover, workers, Settings(store), metrics)
         stack.push_async_callback(actuator.close)
         set_members(state, in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         report_to(state, steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
@@ -211,13 +207,11 @@ async def test_instances_are_asked_to_hand_prompts_back(
 ) -> None:
     returned: list[tuple[str, tuple[str, ...]]] = []
 
-    async def return_prompts(
-        prompt_returns: PromptReturns, instance_id: str, request_ids: tuple[str, ...]
-    ) -> int:
+    async def return_prompts(workers: WorkerCalls, instance_id: str, request_ids: tuple[str, ...]) -> int:
         returned.append((instance_id, request_ids))
         return len(request_ids)
 
-    monkeypatch.setattr(PromptReturns, "return_prompts", return_prompts)
+    monkeypatch.setattr(WorkerCalls, "return_prompts", return_prompts)
     scheduler.actuator.submit([ReturnPrompts("a", ("r", "q")), ReturnPrompts("b", ())], "test")
     await scheduler.finish_actions()
     assert returned == [("a", ("r", "q")), ("b", ())]

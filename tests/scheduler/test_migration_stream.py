@@ -13,8 +13,7 @@ import pytest
 
 from migration_svc.servicer import MigrationServicer
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.migration_stream import MigrationStream
-from scheduler_svc.migrations import Migrations
+from scheduler_svc.migrations import Migrations, MigrationStream
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.loop import Traceparents
-from scheduler_svc.worker_calls import Negotiator
 from tailrace.actions import Offer, Place
 from tailrace.cluster import Arrival, Stage
 from tailrace.control.cluster_model import ModelGroups
@@ -146,12 +146,12 @@ def test_a_policy_sees_only_instances_a_request_can_migrate_to() -> None:
 
 async def test_a_request_is_offered_only_to_instances_of_its_model(state: ReportedCluster) -> None:
     channels = Channels()
-    negotiator = Negotiator(state, channels, Traceparents())
+    workers = WorkerCalls(state, channels, Traceparents())
     report_to(state, steady("a", [request("r")]), 1.0)
     moving = state.request("r")
     assert moving is not None
     with pytest.raises(AdminError, match="no instance to offer"):
-        await negotiator.offer(moving, Offer("r", "a", ("b", "d"), "load"), "cascade")
+        await workers.offer(moving, Offer("r", "a", ("b", "d"), "load"), "cascade")
     await channels.close()
 
 

@@ -20,8 +20,7 @@ from tests.service.silent_proxy import silent_proxy
 from tests.waiting import WAIT_S
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad
-from worker_agent.phase_events import PhaseEvents
-from worker_agent.reports import Reports
+from worker_agent.reports import PhaseEvents, Reports
 from worker_agent.running_requests import RunningRequests
 from worker_agent.speeds import Speeds
 

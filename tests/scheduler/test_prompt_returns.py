@@ -5,8 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.worker_calls import PromptReturns
+from scheduler_svc.loop import Traceparents
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
@@ -38,7 +39,7 @@ async def test_the_instance_gets_the_request_ids() -> None:
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
         state = ReportedCluster()
         set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
-        prompt_returns = PromptReturns(state, channels)
+        prompt_returns = WorkerCalls(state, channels, Traceparents())
         assert await prompt_returns.return_prompts("a", ("r", "q", "p")) == 2
         assert worker.returned == [["r", "q", "p"]]
         with pytest.raises(AdminError, match="gone"):
@@ -52,5 +53,5 @@ async def test_a_worker_that_cannot_hand_prompts_back() -> None:
         state = ReportedCluster()
         set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
         with pytest.raises(AdminError):
-            await PromptReturns(state, channels).return_prompts("a", ("r",))
+            await WorkerCalls(state, channels, Traceparents()).return_prompts("a", ("r",))
     await channels.close()

@@ -29,8 +29,10 @@ def registry() -> CollectorRegistry:
     """All services' metrics, before anything happened."""
     registry = CollectorRegistry()
     FrontendMetrics(registry, StreamTable(Phase.ANSWERING), list)
-    MigrationMetrics(registry, lambda: 0, lambda: 0)
-    SchedulerMetrics(registry).in_force("pascal")
+    MigrationMetrics(registry, lambda: 0, lambda: 0).begin_models(["m"])
+    scheduler = SchedulerMetrics(registry)
+    scheduler.in_force("pascal")
+    scheduler.keep_members({"w": "m"}, {"f": "m"})
     return registry
 
 
@@ -44,8 +46,10 @@ def registry() -> CollectorRegistry:
         ("tailrace_frontend_placements_total", {"by": "fallback"}),
         (
             "tailrace_migration_migrations_total",
-            {"outcome": "aborted", "reason": "reasoning ended", "way": "live"},
+            {"outcome": "aborted", "reason": "reasoning ended", "way": "live", "model": "m"},
         ),
+        ("tailrace_scheduler_refusals_total", {"model": "m"}),
+        ("tailrace_scheduler_placed_tokens_total", {"model": "m"}),
         ("tailrace_scheduler_policy_errors_total", {"policy": "pascal", "point": "tick"}),
         ("tailrace_scheduler_actions_total", {"action": "Migrate", "outcome": "aborted"}),
     ],

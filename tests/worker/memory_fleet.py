@@ -19,8 +19,7 @@ from tailrace.perf.transfer_rate import TransferRate
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import cache_pb2, types_pb2, worker_pb2
 from tests.worker.simulated import request_frames
-from worker_agent.attach import AttachStreams
-from worker_agent.dispatch import Admission, Dispatcher
+from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
@@ -30,12 +29,11 @@ from worker_agent.kv.client import Deliver
 from worker_agent.kv.server import Session
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.export_call import Lease, SourceFailed, SourceLink, SourceLost
-from worker_agent.migration.registry import Exports, ImportRefused, Imports
-from worker_agent.migration.source import SourceParts
-from worker_agent.migration.target import TargetParts
-from worker_agent.phase_events import PhaseEvents
+from worker_agent.migration.source import Exports, SourceParts
+from worker_agent.migration.target import ImportRefused, Imports, TargetParts
 from worker_agent.prefixes.pulls import LoanLink, LoanLost, PullParts, Pulls
 from worker_agent.registration import Addressee
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.sink import FrontEndSink

@@ -17,14 +17,13 @@ from tailrace.v1 import worker_pb2
 from tests.counting import skipped
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, request_frames
-from worker_agent.attach import AttachStreams
-from worker_agent.dispatch import Admission, Dispatcher
+from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.migration.registry import Imports
-from worker_agent.phase_events import PhaseEvents
+from worker_agent.migration.target import Imports
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.sink import FrontEndSink
 

@@ -27,7 +27,7 @@ def transfer(budget: LinkBudget, clock: Clock, seconds: float) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_share_holds_over_time(share: float) -> None:
     clock = Clock()
-    budget, busy_s, began_s = LinkBudget(share, clock), 0.0, clock.now_s
+    budget, busy_s, began_s = LinkBudget(share, clock.time), 0.0, clock.now_s
     for _ in range(200):
         clock.now_s += budget.wait_s()
         transfer(budget, clock, 0.05)
@@ -37,17 +37,17 @@ def test_share_holds_over_time(share: float) -> None:
 
 def test_concurrent_transfers_are_charged_once() -> None:
     together, alone = Clock(), Clock()
-    budget = LinkBudget(0.5, together)
+    budget = LinkBudget(0.5, together.time)
     with budget.transfer(), budget.transfer():
         together.now_s += 0.5
-    other = LinkBudget(0.5, alone)
+    other = LinkBudget(0.5, alone.time)
     transfer(other, alone, 0.5)
     assert budget.wait_s() == pytest.approx(other.wait_s()) != 0.0
 
 
 def test_small_transfer_does_not_wait_and_credit_is_limited() -> None:
     clock = Clock()
-    budget = LinkBudget(0.5, clock)
+    budget = LinkBudget(0.5, clock.time)
     clock.now_s += 3600.0
     assert budget.wait_s() == 0.0
     transfer(budget, clock, 1.0)
@@ -57,7 +57,7 @@ def test_small_transfer_does_not_wait_and_credit_is_limited() -> None:
 
 def test_share_of_one_is_unlimited() -> None:
     clock = Clock()
-    budget = LinkBudget(1.0, clock)
+    budget = LinkBudget(1.0, clock.time)
     transfer(budget, clock, 10.0)
     assert budget.wait_s() == 0.0
     with pytest.raises(ValueError, match="share"):

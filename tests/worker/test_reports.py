@@ -20,9 +20,8 @@ from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from tests.waiting import WAIT_S
 from worker_agent.engine.base import EngineStats, RequestKey, RequestStats
 from worker_agent.load import Heartbeats, MigrationLoad
-from worker_agent.phase_events import PhaseEvents
 from worker_agent.progress import Progress, StepBounds
-from worker_agent.reports import Reports
+from worker_agent.reports import PhaseEvents, Reports
 from worker_agent.running_requests import RunningRequest, RunningRequests
 from worker_agent.speeds import Speeds
 

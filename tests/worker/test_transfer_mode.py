@@ -13,7 +13,7 @@ from tailrace.model_identity import ModelIdentity
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import EngineInfo, KvShape
 from worker_agent.kv.address import kv_layout
-from worker_agent.migration.copying import CannotMove, handover_to, identity_message
+from worker_agent.migration.copying import Abort, handover_to, identity_message
 
 SHAPE = KvShape("fingerprint", block_tokens=16, num_layers=2, layer_block_bytes=512)
 MODEL = ModelIdentity("text", "weights", "bfloat16 None auto")
@@ -71,12 +71,12 @@ def test_incompatible_kv_is_replayed_and_the_setting_is_named(
     ],
 )
 def test_answer_of_another_model_is_never_continued(model: ModelIdentity | None, setting: str) -> None:
-    with pytest.raises(CannotMove, match=setting):
+    with pytest.raises(Abort, match=setting):
         handover_to(INFO, opened(replace(SHAPE, model_fingerprint="other"), model))
 
 
 def test_pooling_model_takes_no_request() -> None:
-    with pytest.raises(CannotMove, match="target: a pooling model"):
+    with pytest.raises(Abort, match="target: a pooling model"):
         handover_to(replace(INFO, handover=STAYS), opened())
 
 

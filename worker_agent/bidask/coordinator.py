@@ -19,7 +19,7 @@ from worker_agent.bidask.messages import Peers, Send, UnknownMessage, Wire, deco
 from worker_agent.bidask.offer_sender import OfferSender
 from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.registry import Imports
+from worker_agent.migration.target import Imports
 from worker_agent.registration import Addressee
 from worker_agent.running_requests import RunningRequests
 

@@ -13,35 +13,73 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from tailrace.handover import LIVE, Handover, TransferMode, by_replay
 from tailrace.model_identity import ModelIdentity, difference
 from tailrace.service.tasks import run_to_completion
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, EngineInfo, ExportedPause, RequestKey, Submission
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
-from worker_agent.kv.address import BlockTransfer, KvTransferError, layout_difference
+from worker_agent.kv.address import BlockTransfer, KvIdentityError, KvTransferError, layout_difference
+from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.export_call import (
+    SourceFailed,
     SourceLink,
     SourceLost,
     block_hashes,
     pause_of,
 )
 
+ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
+GONE: Final = types_pb2.MIGRATION_STATE_GONE
 
-class CannotMove(Exception):
-    """The request can move neither live nor by replay; the message names the setting."""
+
+class Abort(Exception):
+    """The import ends without a commit; the message says why.
+
+    `state`: the migration's end; GONE if the request has left its source.
+    """
+
+    def __init__(self, reason: str, state: types_pb2.MigrationState.ValueType = ABORTED) -> None:
+        super().__init__(reason)
+        self.state = state
+
+
+# What ends a copy, besides Abort.
+COPY_FAILURES: Final = (TimeoutError, SourceFailed, SourceLost, EngineRefusal, KvCorrupt, KvTransferError)
+
+
+def abort_of(error: Exception, late: str, metrics: WorkerMetrics) -> Abort:
+    """Return the abort that follows from one of COPY_FAILURES; `late`: the reason of one for lack of time."""
+    match error:
+        case TimeoutError():
+            return Abort(late)
+        case SourceFailed():
+            return Abort(f"source: {error}", GONE if error.gone else ABORTED)
+        case SourceLost():
+            return Abort(f"source: {error}")
+        case EngineRefusal():
+            return Abort(f"target: {error}")
+        case KvCorrupt():
+            metrics.kv_checksum_failures += 1
+            return Abort(f"KV corrupted in transfer: {error}")
+        case KvIdentityError():
+            metrics.kv_identity_failures += 1
+        case _:
+            metrics.kv_transfer_failures += 1
+    return Abort(f"KV transfer: {error}")
 
 
 def handover_to(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
-    """Return how the request moves to an engine of this kind. Raise CannotMove. Pure.
+    """Return how the request moves to an engine of this kind. Pure.
 
-    A replay needs the same model computed in the same number formats; otherwise the answer would continue
-    differently.
+    Raise Abort if it can move neither live nor by replay; the message names the setting. A replay needs the
+    same model computed in the same number formats; otherwise the answer would continue differently.
     """
     if info.handover.mode is TransferMode.STAYS:
-        raise CannotMove(f"target: {info.handover.reason}")
+        raise Abort(f"target: {info.handover.reason}")
     layouts = layout_difference(info.kv_shape, opened.layout)
     if opened.replay_reason:
         handover = by_replay(f"source: {opened.replay_reason}")
@@ -54,7 +92,7 @@ def handover_to(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
     if opened.layout.model_fingerprint != info.kv_shape.model_fingerprint:
         models = difference(_identity(opened), info.identity)
         if models:
-            raise CannotMove(models)
+            raise Abort(models)
     return handover
 
 
@@ -115,10 +153,8 @@ SHARE: Final = 0.5
 _BURST_S: Final = 0.1
 
 
-class Clock(Protocol):
-    """The used part of an event loop."""
-
-    def time(self) -> float: ...
+def _loop_time_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class LinkBudget:
@@ -130,12 +166,12 @@ class LinkBudget:
     wait for. One worker's incoming transfers share one budget, since their target drives them.
     """
 
-    def __init__(self, share: float = SHARE, clock: Clock | None = None) -> None:
-        """`share` in (0, 1]; 1: no limit. `clock`: the running event loop by default. Raise ValueError."""
+    def __init__(self, share: float = SHARE, now_s: Callable[[], float] = _loop_time_s) -> None:
+        """`share` in (0, 1]; 1: no limit. `now_s()`: seconds of one clock. Raise ValueError."""
         if not 0.0 < share <= 1.0:
             raise ValueError(f"a share of a link is above 0 and at most 1, not {share}")
         self._share = share
-        self._clock = clock
+        self._now_s = now_s
         self._budget_s = _BURST_S
         self._updated_s: float | None = None
         self._active = 0
@@ -169,9 +205,7 @@ class LinkBudget:
 
     def _update(self) -> None:
         """Update the budget to the present."""
-        if self._clock is None:
-            self._clock = asyncio.get_running_loop()
-        now_s = self._clock.time()
+        now_s = self._now_s()
         passed_s = 0.0 if self._updated_s is None else now_s - self._updated_s
         self._updated_s = now_s
         rate = self._share - (1.0 if self._active else 0.0)

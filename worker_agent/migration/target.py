@@ -11,54 +11,62 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
-from tailrace.handover import BACKGROUND, LIVE, TELL_SOURCE_S, Handover, TransferMode
+from tailrace.handover import BACKGROUND, LIVE, SETTLE_S, TELL_SOURCE_S, Handover, TransferMode
 from tailrace.messages import PHASE_NUMBERS, TRANSFER_MODES
 from tailrace.perf.transfer_rate import TransferRate
-from tailrace.service.tasks import run_to_completion
+from tailrace.service.tasks import cancel, run_to_completion, task_error
+from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import types_pb2, worker_pb2
 from worker_agent.engine.base import Engine, EngineInfo, Exported, RequestKey, Submission
-from worker_agent.engine.errors import EngineRefusal, KvCorrupt
+from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnd, FrontEnds, failed_here
 from worker_agent.kv.address import (
     BlockPuller,
     BlockTransfer,
-    KvIdentityError,
     KvTransferError,
     addresses_of,
 )
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.copying import (
-    CannotMove,
+    ABORTED,
+    COPY_FAILURES,
+    GONE,
+    Abort,
     Copying,
     LinkBudget,
     Paused,
     Round,
+    abort_of,
     handover_to,
     plan_of,
     replay_submission,
     stop_to_replay,
 )
-from worker_agent.migration.export_call import SourceFailed, SourceLink, SourceLost, exported_of, tickets_of
-from worker_agent.phase_events import PhaseEvents
+from worker_agent.migration.export_call import SourceLink, SourceLost, exported_of, tickets_of
 from worker_agent.registration import Addressee
+from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.settings import WorkerSettings
 from worker_agent.spans import TransferSpans
 
 log = logging.getLogger(__name__)
 
-ABORTED: Final = types_pb2.MIGRATION_STATE_ABORTED
-GONE: Final = types_pb2.MIGRATION_STATE_GONE
 COMMITTED: Final = types_pb2.MIGRATION_STATE_COMMITTED
 UNKNOWN: Final = types_pb2.MIGRATION_STATE_UNKNOWN
 _ENDS: Final = frozenset({ABORTED, COMMITTED, GONE, UNKNOWN})
+_LOOP: Final = loop_named("imports")
+# The migration service limits imports; this only keeps a faulty one from filling the worker.
+_IMPORTS_MAX: Final = 32
+# Imports that have ended, of which a migration service may still ask how.
+_ENDED_MAX: Final = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +90,6 @@ class TargetParts:
     link: LinkBudget = field(default_factory=LinkBudget)
     # Rate of incoming KV, including waits for the link budget.
     incoming: TransferRate = field(default_factory=TransferRate)
-
-
-class Abort(Exception):
-    """The import ends without a commit; the message says why.
-
-    `state`: the migration's end; GONE if the request has left its source.
-    """
-
-    def __init__(self, reason: str, state: types_pb2.MigrationState.ValueType = ABORTED) -> None:
-        super().__init__(reason)
-        self.state = state
-
-
-# What ends a copy, besides Abort.
-_COPY_FAILURES: Final = (TimeoutError, SourceFailed, SourceLost, EngineRefusal, KvCorrupt, KvTransferError)
 
 
 class Import:
@@ -224,8 +217,9 @@ class Import:
                 async with asyncio.timeout(self._plan.room_wait_s + self._plan.timeout_s) as self._copying:
                     opened = await self._open()
                     paused = await self._copy(opened)
-            except _COPY_FAILURES as error:
-                raise self._abort_of(error) from error
+            except COPY_FAILURES as error:
+                late = f"not finished within {self._plan.timeout_s:g} s of getting room"
+                raise abort_of(error, self._cancelled or late, self._parts.metrics) from error
             finally:
                 self._copying = None
             self._raise_if_cancelled()
@@ -246,10 +240,7 @@ class Import:
         if event.WhichOneof("body") != "opened":
             raise SourceLost("the source did not open the export")
         opened = event.opened
-        try:
-            handover = self._handover = handover_to(self._parts.info, opened)
-        except CannotMove as error:
-            raise Abort(str(error)) from error
+        handover = self._handover = handover_to(self._parts.info, opened)
         if opened.epoch != self._request.from_epoch:
             raise Abort(f"the request is in epoch {opened.epoch}, not {self._request.from_epoch}")
         front_end = self._front_end = self._parts.front_ends.by_id(opened.frontend_id)
@@ -342,8 +333,8 @@ class Import:
         # front end must be told that it does not.
         self.committed = True
         self._parts.metrics.imports["committed"] += 1
-        await self._activate(opened, paused, next_index)
-        self._report_commit(opened, paused, next_index)
+        runs = await self._activate(opened, paused, next_index)
+        self._report_commit(opened, paused, next_index, runs)
         await self._end_source(True, "")
 
     async def _ask_front_end(self, adopt: worker_pb2.Adopt) -> None:
@@ -381,8 +372,9 @@ class Import:
         await front_end.closed.wait()
         self._adopt_settled.set()
 
-    async def _activate(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:
-        """Run the request on this engine, or tell the front end that it does not run here."""
+    async def _activate(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> bool:
+        """Run the request on this engine, or tell the front end that it does not run here, and return
+        False."""
         front_end, key, epoch = self._front_end, self.key, self._request.epoch
         assert front_end is not None and key is not None
         try:
@@ -410,14 +402,20 @@ class Import:
             front_end.send(failed_here(self.request_id, key.handle, epoch, next_index))
             self._parts.running.remove(key)
             await self._parts.engine.import_drop(self.request_id)
+            return False
+        return True
 
-    def _report_commit(self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int) -> None:
+    def _report_commit(
+        self, opened: worker_pb2.ExportOpened, paused: Paused, next_index: int, runs: bool
+    ) -> None:
         phase = self._phase(opened)
         pause_s = time.monotonic() - paused.since_s
         interval_ms = paused.pause.token_interval_ms
-        self._parts.metrics.pause_seconds.observe(pause_s)
-        self._parts.events.changed(self.request_id)
-        self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
+        if runs:
+            # Otherwise it stands still until another instance has recomputed it.
+            self._parts.metrics.pause_seconds.observe(pause_s)
+            self._parts.events.changed(self.request_id)
+            self._parts.spans.paused(self._request.traceparent, paused.since_s, pause_s)
         self._emit(
             worker_pb2.ImportEvent(
                 state=COMMITTED,
@@ -444,28 +442,6 @@ class Import:
     def _raise_if_cancelled(self) -> None:
         if self._cancelled:
             raise Abort(self._cancelled)
-
-    def _abort_of(self, error: Exception) -> Abort:
-        """Return the abort that follows from one of _COPY_FAILURES."""
-        metrics = self._parts.metrics
-        match error:
-            case TimeoutError():
-                late = f"not finished within {self._plan.timeout_s:g} s of getting room"
-                return Abort(self._cancelled or late)
-            case SourceFailed():
-                return Abort(f"source: {error}", GONE if error.gone else ABORTED)
-            case SourceLost():
-                return Abort(f"source: {error}")
-            case EngineRefusal():
-                return Abort(f"target: {error}")
-            case KvCorrupt():
-                metrics.kv_checksum_failures += 1
-                return Abort(f"KV corrupted in transfer: {error}")
-            case KvIdentityError():
-                metrics.kv_identity_failures += 1
-            case _:
-                metrics.kv_transfer_failures += 1
-        return Abort(f"KV transfer: {error}")
 
     async def _give_up(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -523,3 +499,121 @@ class Import:
     def _emit(self, event: worker_pb2.ImportEvent) -> None:
         self._events.append(event)
         self._changed.set()
+
+
+class ImportRefused(Exception):
+    """An import that cannot begin; the message says why."""
+
+
+class Imports:
+    """Run each import in a task of its own that outlives the migration service's call, and pass on what
+    reaches it from outside."""
+
+    def __init__(self, parts: TargetParts, connect: Callable[[str, float], SourceLink]) -> None:
+        """`connect(address, seconds)` opens an export at a source, with this deadline."""
+        self._parts = parts
+        self._connect = connect
+        self._running: dict[Import, asyncio.Task[None]] = {}
+        # The last event of each import that has ended, by migration.
+        self._ended: OrderedDict[str, worker_pb2.ImportEvent] = OrderedDict()
+        # Why no import may begin; empty if they may.
+        self._refusal = ""
+        parts.front_ends.on_gone(self._client_gone)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def with_room(self) -> int:
+        """Return the number of imports whose KV is reserved and so included in the KV usage that the
+        scheduler sees."""
+        return sum(incoming.reserved for incoming in self._running)
+
+    def start(self, request: worker_pb2.ImportRequest) -> Import:
+        """Begin an import. Raise ImportRefused."""
+        if self._refusal:
+            raise ImportRefused(self._refusal)
+        if refusal := self._parts.own.refusal(request.target_instance_id, request.target_incarnation):
+            raise ImportRefused(refusal)
+        if not request.migration_id or not request.request_id or not request.source_address:
+            raise ImportRefused("migration_id, request_id and source_address must be given")
+        if request.epoch <= request.from_epoch:
+            raise ImportRefused(f"epoch {request.epoch} is not after {request.from_epoch}")
+        if len(self._running) >= _IMPORTS_MAX:
+            raise ImportRefused(f"{_IMPORTS_MAX} imports are running")
+        if self._named(request.request_id) is not None or self._migration(request.migration_id) is not None:
+            raise ImportRefused(f"{request.request_id} is being imported already")
+        timeout_s = request.timeout_s or self._parts.settings.import_timeout_s
+        timeout_s += max(0.0, request.room_wait_s) + SETTLE_S
+        source = self._connect(request.source_address, timeout_s)
+        incoming = Import(self._parts, request, source)
+        task = asyncio.create_task(incoming.run(), name=f"import {request.request_id}")
+        self._running[incoming] = task
+        task.add_done_callback(lambda done: self._done(incoming, done))
+        return incoming
+
+    def reserved(self, request_id: str) -> bool:
+        """Return whether the engine has reserved blocks for a request that is being imported."""
+        incoming = self._named(request_id)
+        return incoming is not None and incoming.reserved
+
+    def refuse(self, reason: str) -> None:
+        """Begin no more imports, and abort those that can be aborted: their sources resume."""
+        self._refusal = reason
+        for incoming in self._running:
+            incoming.cancel(reason)
+
+    async def cancel(self, migration_id: str) -> worker_pb2.ImportEvent | None:
+        """Abort an import unless it is being committed, wait for its end and return its last event; None if
+        there was no such import, or if it ended long ago."""
+        incoming = self._migration(migration_id)
+        if incoming is not None:
+            incoming.cancel("cancelled by the migration service")
+            await incoming.over.wait()
+            return incoming.last_event
+        return self._ended.get(migration_id)
+
+    async def close(self) -> None:
+        """Cancel all."""
+        await cancel(*self._running.values())
+
+    # ---- messages of the front end
+
+    def handle_adopt_reply(self, reply: worker_pb2.AdoptReply) -> None:
+        """Pass on an AdoptReply."""
+        incoming = self._migration(reply.migration_id)
+        if incoming is not None:
+            incoming.answer(reply)
+
+    def supersede_by(self, submission: Submission) -> bool:
+        """Keep a submission until an import of the same request has ended; return False if there is none."""
+        incoming = self._named(submission.request_id)
+        return incoming is not None and incoming.supersede_by(submission)
+
+    def request_aborted(self, key: RequestKey) -> None:
+        """Cancel imports of a request that the front end has aborted."""
+        for incoming in self._running:
+            incoming.request_aborted(key)
+
+    def concerns(self, key: RequestKey) -> bool:
+        """Return whether this request is being imported, or was submitted and waits for the end of an
+        import."""
+        return any(incoming.concerns(key) for incoming in self._running)
+
+    def _client_gone(self, client: int) -> None:
+        for incoming in self._running:
+            incoming.client_gone(client)
+
+    def _named(self, request_id: str) -> Import | None:
+        return next((incoming for incoming in self._running if incoming.request_id == request_id), None)
+
+    def _migration(self, migration_id: str) -> Import | None:
+        return next((incoming for incoming in self._running if incoming.migration_id == migration_id), None)
+
+    def _done(self, incoming: Import, task: asyncio.Task[None]) -> None:
+        del self._running[incoming]
+        self._ended[incoming.migration_id] = incoming.last_event
+        while len(self._ended) > _ENDED_MAX:
+            self._ended.popitem(last=False)
+        if (error := task_error(task)) is not None:
+            loop_failed(_LOOP, incoming.request_id, error)

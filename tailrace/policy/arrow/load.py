@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import ClusterView, InstanceState, InstanceView, Pool, RequestView
-from tailrace.perf.steps import Floats
+from tailrace.perf.steps import Floats, max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.columns import Columns, PerInstances, smallest
 from tailrace.policy.requests import Mask, table_of
@@ -22,10 +22,14 @@ class LoadModel:
     """Compute an instance's loads from its view and its profile.
 
     `ttft`, `max_running_tokens`: for instances that have not been measured and report none.
+    `tpot_slo_s`, `context_tokens`: for the Max Running Tokens of one that has been measured and reports none
+    (`perf.steps.max_running_tokens`); None: as if it had not been measured.
     """
 
     ttft: TtftPredictor
     max_running_tokens: int
+    tpot_slo_s: float | None = None
+    context_tokens: int = 0
 
     def prefill_s(self, instance: InstanceView, tokens: int) -> float:
         """Return the seconds to prefill a prompt of this length there."""
@@ -50,9 +54,12 @@ class LoadModel:
 
     def max_tokens(self, instance: InstanceView) -> int:
         """Return Max Running Tokens of Alg. 2: as reported, else as profiled; at most the KV capacity."""
-        limit = instance.max_running_tokens
+        limit, measured = instance.max_running_tokens, instance.measured
         if limit is None:
-            limit = self.max_running_tokens
+            if self.tpot_slo_s is None or measured is None:
+                limit = self.max_running_tokens
+            else:
+                limit = max_running_tokens(measured.profile, self.tpot_slo_s, self.context_tokens)
         return min(limit, instance.kv_capacity_tokens)
 
 

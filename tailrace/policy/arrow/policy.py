@@ -165,10 +165,9 @@ class Arrow(Policy):
         self.tpot_slo_s = tpot_slo_s
         self.nominal = StepModel.of_profile(profile)
         self.pull = pulling(profile, self.pulls)
-        self.loads = LoadModel(
-            TtftPredictor.of_profile(profile),
-            max_running_tokens(profile, tpot_slo_s, self.profiled_context_tokens),
-        )
+        context_tokens = self.profiled_context_tokens
+        limit = max_running_tokens(profile, tpot_slo_s, context_tokens)
+        self.loads = LoadModel(TtftPredictor.of_profile(profile), limit, tpot_slo_s, context_tokens)
         self.prefill_targets = PrefillTargets(self.loads)
         self.decode_targets = DecodeTargets(needs_room=self.room == FILTER)
         self.attainment = AttainmentModel(self.loads, ttft_slo_s, tpot_slo_s, self.flip_gain, self.kv_wait)

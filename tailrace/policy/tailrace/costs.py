@@ -8,7 +8,7 @@ the wait until enough KV is free.
 
 Between two placements, few of a thousand instances have reported, so what depends on an instance alone is
 kept in columns (`Offers`) and computed again only for those. A column depends on nothing but the instance's
-view, so that it affects no decision.
+view and the step times of all, so that it affects no decision.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Reported(NamedTuple):
     prompt_tokens: float
 
 
-_COEFFICIENTS: Final = attrgetter(*StepTimes.__dataclass_fields__)
+_COEFFICIENTS: Final = tuple(map(attrgetter, StepTimes.__dataclass_fields__))
 
 
 class Offer(NamedTuple, Generic[Number]):
@@ -108,22 +108,27 @@ class Offer(NamedTuple, Generic[Number]):
     step_token_s: Number
     # Tokens of a mean request.
     mean_tokens: Number
-    # Increase of the batch's step cost by a request: a constant, and a part per token of its context.
+    # Increase of the batch's step cost by a request; less what an answer is spared; per token of its context.
     joining_s: Number
+    arriving_s: Number
     joining_token_s: Number
 
 
-def offer_of(costs: Costs, reported: Reported, steps: StepModel) -> Offer[float]:
-    """Compute what an instance with these step times offers."""
+def offer_of(costs: Costs, reported: Reported, steps: StepModel, shortest_s: float) -> Offer[float]:
+    """Compute what an instance with these step times offers. `shortest_s`: shortest idle step of all."""
     running, used = reported.running, reported.used
     requests, held = running + reported.waiting, used + reported.backlog
     step_s = steps.decode_s(running, used)
     step_token_s = step_s / steps.chunk_tokens
     # A reasoning request counts fully, because its user waits for the first token. An answering one counts by
-    # the square of the step's share of the TPOT SLO: little while the answer is well within its SLO.
+    # the square of the step's share of the TPOT SLO: little while the answer is well within it. What the idle
+    # step of a slow kind takes beyond the shortest one delays no answer as long as it is within the SLO.
     decoding = max(1.0, requests - reported.prompts)
     reasoning = min(1.0, max(0.0, reported.reasoning - reported.prompts) / decoding)
-    slo_share = min(1.0, step_s / costs.tpot_slo_s)
+    kind_s = steps.decode_base_s - shortest_s if steps.decode_base_s < costs.tpot_slo_s else 0.0
+    slo_share = min(1.0, (step_s - kind_s) / (costs.tpot_slo_s - kind_s))
+    answering = (1.0 - reasoning) * slo_share * slo_share
+    joining_s = steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s
     unlisted = max(0.0, reported.backlog - reported.prompt_tokens)
     unlisted_s = steps.backlog_s(unlisted, max(1.0, reported.waiting - reported.prompts))
     return Offer(
@@ -133,11 +138,12 @@ def offer_of(costs: Costs, reported: Reported, steps: StepModel) -> Offer[float]
         swapped=reported.swapped,
         free=reported.capacity - held,
         free_token_s=costs.expected_tokens * step_s / max(1.0, used),
-        weight=reasoning + (1.0 - reasoning) * slo_share * slo_share,
+        weight=reasoning + answering,
         start_s=step_s + unlisted_s + unlisted * step_token_s,
         step_token_s=step_token_s,
         mean_tokens=reported.context // max(1.0, requests),
-        joining_s=steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s,
+        joining_s=joining_s,
+        arriving_s=joining_s - kind_s * answering / max(reasoning + answering, 1e-9),
         joining_token_s=(requests + 1.0) * steps.per_kv_token_s,
     )
 
@@ -150,10 +156,12 @@ class Offers:
         self._seen = SeenInstances()
         # [fields, instances].
         self._offers: Floats = np.empty((len(Offer._fields), 0))
-        self._steps: Floats = np.empty((len(StepTimes.__dataclass_fields__), 0))
+        self._steps: Floats = np.empty((len(_COEFFICIENTS), 0))
         # Views of them by field.
         self.offer, self.steps = Offer(*self._offers), StepTimes(*self._steps)
         self._queues = QueueColumns(0)
+        self._models: list[StepModel] = []
+        self._shortest_s = math.inf
 
     @property
     def instances(self) -> Sequence[InstanceView]:
@@ -177,17 +185,17 @@ class Offers:
         """Use the instances of this view, and compute the offers of those that changed again."""
         changed = self._seen.changed(view)
         self._seen.replace(view, changed)
-        positions = list(range(len(self._seen.views))) if changed is None else changed
-        if changed is None:
-            self._offers = np.empty((len(self._offers), len(positions)))
-            self._steps = np.empty((len(self._steps), len(positions)))
+        views, steps_of = self._seen.views, self.costs.steps_of
+        if changed is None or any(steps_of(views[n]) is not self._models[n] for n in changed):
+            changed, self._models = list(range(len(views))), list(map(steps_of, views))
+            self._shortest_s = min((steps.decode_base_s for steps in self._models), default=math.inf)
+            self._offers = np.empty((len(self._offers), len(views)))
+            self._steps = np.array([list(map(read, self._models)) for read in _COEFFICIENTS])
             self.offer, self.steps = Offer(*self._offers), StepTimes(*self._steps)
-            self._queues = QueueColumns(len(positions))
-        for n in positions:
-            instance = self._seen.views[n]
-            steps = self.costs.steps_of(instance)
-            self._steps[:, n] = _COEFFICIENTS(steps)
-            self._offers[:, n] = offer_of(self.costs, self._read(n, instance), steps)
+            self._queues = QueueColumns(len(views))
+        for n in changed:
+            reported = self._read(n, views[n])
+            self._offers[:, n] = offer_of(self.costs, reported, self._models[n], self._shortest_s)
 
     def _read(self, position: int, instance: InstanceView) -> Reported:
         """Return what the view says of the instance, and set its queue."""
@@ -238,7 +246,7 @@ class Offers:
             delayed = ahead.behind + offer.weight * np.maximum(0.0, offer.requests - ahead.behind)
         patience_s = self.costs.patience_s + PREFILLS * self.costs.nominal.compute_s(prompt_tokens)
         wait_s *= 1.0 + wait_s / patience_s
-        joining_s = offer.joining_s + offer.joining_token_s * prompt_tokens
+        joining_s = offer.arriving_s + offer.joining_token_s * prompt_tokens
         costs_s: Floats = expected * offer.weight * joining_s + wait_s + own_s * delayed
         costs_s += shortage_s(offer, prompt_tokens + expected) + offer.barred
         if arrival.excluded:

@@ -79,7 +79,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         self._active_limit = self.max_num_active_reqs
 
     def make_stats(self, *args: object, **kwargs: object) -> None:
-        """Make none: front ends show what concerns the fleet (frontend_svc/load.py)."""
+        """Make none: front ends show what concerns the fleet (frontend_svc/observer.py)."""
 
     def make_spec_decoding_stats(self, *args: object, **kwargs: object) -> None:
         """Make none: nobody would see them."""
