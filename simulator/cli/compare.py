@@ -126,8 +126,9 @@ def compare_command(
             for group in comparison.groups:
                 source = group.cells[0].outcomes[0].source
                 if len(plan.seeds) > 1:
-                    first, last = plan.seeds[0], plan.seeds[-1]
-                    source = source.replace(f"seed {first}", f"seeds {first} to {last}")
+                    source = source.replace(
+                        f"seed {plan.seeds[0]}", f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
+                    )
                 click.echo(source)
                 table, left_out = group_table(group, console().width)
                 print_figures(table)
