@@ -51,6 +51,13 @@ def run_all(client: OpenAI, model: str, work: list[tuple[str, dict[str, object]]
         return [future.result(timeout=600) for future in futures]
 
 
+def refusal(error: grpc.RpcError, request_id: str, target: str) -> str:
+    """Return why a migration was refused, without the names of the request and its target."""
+    reason = error.details() or error.code().name.lower().replace("_", " ")
+    reason = reason.replace(f"request {request_id}", "the request").replace(repr(request_id), "")
+    return reason.replace(target, "the target").removeprefix("request_id: ").strip()
+
+
 class Mover:
     """Migrate random requests to random instances until the block ends."""
 
@@ -59,6 +66,8 @@ class Mover:
         self._random = random.Random(seed)
         self._stop = threading.Event()
         self.outcomes: collections.Counter[str] = collections.Counter()
+        # By the reason in words.
+        self.refusals: collections.Counter[str] = collections.Counter()
         self.pauses_ms: list[float] = []
         self._threads = [threading.Thread(target=self._run) for _ in range(4)]
 
@@ -83,7 +92,7 @@ class Mover:
             try:
                 record = self._fleet.migrate(request.request_id, target, reason="at random")
             except grpc.RpcError as refused:
-                self.outcomes[f"refused: {refused.code().name}"] += 1
+                self.refusals[refusal(refused, request.request_id, target)] += 1
                 continue
             self.outcomes[types_pb2.MigrationState.Name(record.state).rpartition("_")[2].lower()] += 1
             if record.state == types_pb2.MIGRATION_STATE_COMMITTED:
@@ -112,11 +121,13 @@ def run(options: argparse.Namespace, fleet: Fleet) -> int:
     print(f"{len(work)} streams, undisturbed ...", flush=True)
     undisturbed = run_all(client, model, work)
     print(f"  {sum(c.completion_tokens for c in undisturbed):,} tokens")
-    print("the same, migrated at random ...", flush=True)
+    print("the same, while this script migrates random ones to random instances ...", flush=True)
     with Mover(fleet, options.seed) as mover:
         moved = run_all(client, model, work)
 
     print(f"  migrations: {', '.join(f'{n} {what}' for what, n in sorted(mover.outcomes.items())) or 'none'}")
+    for reason, times in mover.refusals.most_common():
+        print(f"  {times} refused: {reason}")
     if mover.pauses_ms:
         ordered = sorted(mover.pauses_ms)
         print(f"  pause: median {ordered[len(ordered) // 2]:.1f} ms, worst {ordered[-1]:.1f} ms")

@@ -23,8 +23,17 @@ from openai import OpenAI
 from rich.console import Console
 from rich.text import Text
 
-from examples.fleet import Chat, Fleet, Once, exit_on_connection_error, kill_part, local_url, stream_chat
+from examples.fleet import (
+    Chat,
+    Fleet,
+    Once,
+    exit_on_connection_error,
+    kill_part,
+    local_url,
+    stream_chat,
+)
 from tailrace.cli.admin import connect
+from tailrace.cli.tables import copied_text
 from tailrace.local.restart import find_parts
 from tailrace.local.state import Part, find_state
 from tailrace.tiny.task import task
@@ -68,8 +77,13 @@ class Recording:
         self._pieces.append((self.here, new))
         self._shown = len(whole)
 
-    def text(self) -> Text:
-        """Return the whole text in the instances' colours, on few lines so that it can be seen at once."""
+    def text(self, colours: bool) -> Text:
+        """Return the whole text in the instances' colours, on few lines so that it can be seen at once.
+
+        Without `colours`, each instance's part is on a line of its own, after its name.
+        """
+        if not colours:
+            return Text("\n".join(f"[{name}] " + piece.replace("\n", " ") for name, piece in self._pieces))
         return Text.assemble(
             *((piece.replace("\n", " "), self._colours.get(name, "white")) for name, piece in self._pieces)
         )
@@ -106,7 +120,7 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
         console.print("the answer ended before its worker could be killed: once more")
     equal = chat.same_text_and_usage(alone)
     console.print()
-    console.print(disturbed.recording.text())
+    console.print(disturbed.recording.text(colours=console.is_terminal or svg is not None))
     console.print(
         f"\nlongest gap between two pieces of text: {disturbed.recording.longest_gap_s:.2f} s; "
         f"text and usage equal to the undisturbed answer: [bold]{'yes' if equal else 'NO'}[/]"
@@ -116,6 +130,7 @@ def run(url: str, svg: Path | None, fleet: Fleet) -> int:
         # Without the fonts that it would load from elsewhere; a viewer has a monospaced one.
         svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))
     for name in disturbed.killed:
+        console.print(f"\nrestarting {name}, so that the cluster is as before:")
         subprocess.run([sys.executable, "-m", "tailrace", "restart", name], check=True, timeout=300)
     return 0 if equal and disturbed.killed else 1
 
@@ -154,7 +169,7 @@ class Disturbed:
             self.recording.here = target
             self._console.print(
                 f"migrated {name(source)} -> {name(target)} with its KV cache: "
-                f"{record.bytes / 2**20:.1f} MiB, paused {record.pause_ms:.0f} ms"
+                f"{copied_text(record)}, paused {record.pause_ms:.0f} ms"
             )
         else:
             self._console.print(f"the migration was aborted: {record.error}")

@@ -17,6 +17,7 @@ from openai import OpenAI
 
 from examples.fleet import Chat, Fleet, Once, exit_on_connection_error, local_url, stream_chat
 from tailrace.cli.admin import connect
+from tailrace.cli.tables import copied_text, migration_word, phase_word
 from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
 
@@ -73,20 +74,19 @@ def run(options: argparse.Namespace, fleet: Fleet) -> int:
     once.join()
 
     committed = [r for r in records if r.state == types_pb2.MIGRATION_STATE_COMMITTED]
-    phases = {types_pb2.Phase.Name(r.phase) for r in committed}
+    phases = {phase_word(record.phase) for record in committed}
     equal = migrated.same_text_and_usage(undisturbed)
-    print(f"migrations committed: {len(committed)} of 3, in phases {', '.join(sorted(phases))}")
+    print(f"migrations committed: {len(committed)} of 3, while {' and '.join(sorted(phases))}")
     print(f"text and usage equal to the undisturbed run: {'yes' if equal else 'NO'}")
     return 0 if equal and len(committed) == 3 else 1
 
 
 def describe(record: migration_pb2.MigrationRecord) -> str:
     """Describe one migration in one line."""
-    state = types_pb2.MigrationState.Name(record.state).removeprefix("MIGRATION_STATE_").lower()
-    phase = types_pb2.Phase.Name(record.phase).removeprefix("PHASE_").lower()
     return (
-        f"{record.source_instance_id} -> {record.target_instance_id}: {state} while {phase}, "
-        f"{record.tokens} tokens, {len(record.rounds)} rounds, {record.bytes:,} bytes, "
+        f"{record.source_instance_id} -> {record.target_instance_id}: "
+        f"{migration_word(record.state)} while {phase_word(record.phase)}, {record.tokens} tokens, "
+        f"{copied_text(record)}, "
         f"pause {record.pause_ms:.1f} ms = {record.pause_steps:.1f} decode steps"
         + (f" ({record.error})" if record.error else "")
     )

@@ -249,9 +249,9 @@ def _check_without_keys(common: CommonOptions, http: str) -> None:
     """
     if not common.insecure and exposed([http]):
         raise click.UsageError(
-            f"--http {http} can be reached from other machines, and requests there need no API key: give "
-            "--api-keys FILE (tailrace keys make writes it) or set VLLM_API_KEY, listen on 127.0.0.1, or "
-            "give --insecure"
+            f"users' address {http} can be reached from other machines, and requests there need no API key: "
+            "give --api-keys FILE (tailrace keys make writes it) or set VLLM_API_KEY, listen on 127.0.0.1, "
+            "or give --insecure"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 _ALL = "tailrace: all options"
+# Characters of a first sentence, at most.
+_SENTENCE = 500
 
 
 class Rare(click.Option):
@@ -34,6 +36,17 @@ class BriefCommand(click.Command):
             with formatter.indentation():
                 formatter.write_text(f"{rare} more options, which few need: --help=all")
         super().format_epilog(ctx, formatter)
+
+
+class WholeGroup(click.Group):
+    """A group whose help wraps what its commands do, where click would cut it off."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands with the first sentence of each."""
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, each.get_short_help_str(_SENTENCE)) for name, each in commands if each is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def show_all(ctx: click.Context) -> None:

@@ -21,3 +21,8 @@ def in_seconds(text: str) -> str:
     """Return a duration with a unit (150ms, 2s, 5m, 1.5h, 7d) in seconds; any other text as it is."""
     found = _WITH_UNIT.fullmatch(text)
     return text if found is None else format((Decimal(found[1]) * _SECONDS[found[2]]).normalize(), "f")
+
+
+def with_unit(seconds: float) -> str:
+    """Return a duration as `in_seconds` reads it, in milliseconds if it is below a second."""
+    return f"{seconds:g}s" if seconds >= 1.0 else f"{1e3 * seconds:g}ms"

@@ -37,11 +37,18 @@ def require_model(model: str) -> None:
     if folder.is_file():
         return
     if not folder.is_dir():
-        if model.startswith(("/", ".", "~")):
+        if _is_path(model):
             raise ModelFolderError(f"no folder {model}")
         return
     if not _has_any(folder, _CONFIGURATIONS):
         raise ModelFolderError(f"{model} has no {_CONFIGURATIONS[0]}")
+
+
+def _is_path(model: str) -> bool:
+    """Return whether this can only be a path: a hub's names are NAME or OWNER/NAME."""
+    if "://" in model:
+        return False
+    return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
 
 
 def require_tokenizer(model: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from tailrace.durations import with_unit
 from tailrace.policy.parameters import Parameter, ParameterError, Value, parse_parameters
 
 # Those of Azure Conversation (Arrow, table 1): the loosest of the traces that most of the papers use.
@@ -41,6 +42,9 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = {
 
 # Fields of Slo, and of its message, by the names of OBJECTIVES.
 FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s", "qoe": "qoe", "pace": "pace_s", "admit": "admit"}
+
+
+_TIMES: Final = ("ttft", "tpot", "pace")
 
 
 class SloError(ParameterError):
@@ -176,6 +180,10 @@ def objectives(slo: Slo) -> dict[str, float | None]:
 
 
 def assignments(slo: Slo) -> str:
-    """Return the objectives as `tailrace set slo` takes them."""
-    pairs = [f"{name}={value:g}" for name, value in objectives(slo).items() if value is not None]
+    """Return the objectives as `tailrace set slo` takes them, times with their unit."""
+    pairs = [
+        f"{name}={with_unit(value) if name in _TIMES else f'{value:g}'}"
+        for name, value in objectives(slo).items()
+        if value is not None
+    ]
     return " ".join(pairs) or "nothing asked for"

@@ -20,13 +20,10 @@ from vllm import logger as vllm_logger
 from vllm.config import LoRAConfig, ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
-from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.envs import enable_envs_cache
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import set_ulimit
 
@@ -59,7 +56,7 @@ from frontend_svc.api_server.stream_start import StreamStart
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants
 from frontend_svc.api_server.token_lists import answer_in_parts, use_ids_alone
 from tailrace.tenancy.file import KeyFile
-from tailrace.wire.serve_flags import FlagRefused, serve_parser
+from tailrace.wire.serve_flags import FlagRefused, read_serve_arguments, serve_parser
 from tailrace.wire.setting_errors import one_line, without_pydantic
 
 
@@ -199,33 +196,12 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     # vLLM's is 4 MiB, and counts only with the HTTP parser that it does not take.
     parser.set_defaults(h11_max_incomplete_event_size=DEFAULT_MAX_HEADER_BYTES)
     try:
-        args: Namespace = parser.parse_args(arguments)
+        args = read_serve_arguments(parser, arguments)
     except FlagRefused as error:
         refuse(str(error))
-    if args.model_tag is not None:
-        args.model = args.model_tag
     # vLLM 0.30 does not have this function.
     if hasattr(vllm_logger, "configure_logging_from_args"):
         vllm_logger.configure_logging_from_args(args)
-    # A plugin's parser is not registered, and so not valid, before it is imported.
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    if args.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    try:
-        validate_parsed_serve_args(args)
-        validate_api_server_args(args)
-    except KeyError as error:
-        refuse(error.args[0])
-    except (TypeError, ValueError) as error:
-        refuse(one_line(error).removeprefix("Error: "))
-    # vLLM checks this one only when it builds the app.
-    parsers = ReasoningParserManager.list_registered()
-    if args.reasoning_parser and args.reasoning_parser not in parsers:
-        choices = ", ".join(map(repr, sorted(parsers)))
-        refuse(
-            f"argument --reasoning-parser: invalid choice: {args.reasoning_parser!r} (choose from {choices})"
-        )
     return args
 
 

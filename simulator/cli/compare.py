@@ -124,7 +124,12 @@ def compare_command(
             click.echo(_csv(comparison), nl=False)
         case _:
             for group in comparison.groups:
-                click.echo(group.cells[0].outcomes[0].source)
+                source = group.cells[0].outcomes[0].source
+                if len(plan.seeds) > 1:
+                    source = source.replace(
+                        f"seed {plan.seeds[0]}", f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
+                    )
+                click.echo(source)
                 table, left_out = group_table(group, console().width)
                 print_figures(table)
                 if left_out:
@@ -277,6 +282,10 @@ def _columns(group: Group, between: str) -> list[_Column]:
     columns = [_Column("", "POLICY", [cell.policy for cell in group.cells])]
     for name in FIGURES:
         best = group.best(name)
+        means = {cell.policy: cell.estimate(name).mean for cell in group.cells}
+        if best is not None and any(means[tied] == means[best.name] for tied in best.tied):
+            # None is the best of several that are equal.
+            best = Best("", best.tied | {best.name})
         cells = [_text(name, cell, best, between) for cell in group.cells]
         columns.append(_Column(name, _heading(FIGURE_FORMATS[name].heading, between), cells))
     counts = [f"{cell.estimate('migrations').mean:,.0f}" for cell in group.cells]

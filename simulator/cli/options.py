@@ -282,13 +282,19 @@ def share_bar(label: str) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def task_bar(label: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a progress bar of tasks, with the name of the task that ended last."""
+    """Show a progress bar of tasks, with the name of the task that ended last; without a terminal, a line for
+    each tenth."""
+    tenths = 0
     with _bars() as bars:
         bar = bars.add_task(label, total=1.0)
 
         def advance(progress: Progress) -> None:
             status = f"{label} {progress.done}/{progress.total} {progress.name}"
             bars.update(bar, completed=progress.share, description=status)
+            nonlocal tenths
+            if bars.disable and int(10 * progress.share) > tenths:
+                tenths = int(10 * progress.share)
+                note(status)
 
         yield advance
 

@@ -17,6 +17,7 @@ from simulator.workloads.rows import SPAN_MAX_S
 from simulator.workloads.traces import load_azure, load_burstgpt, load_mooncake
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.service.settings import setting
+from tailrace.suggestion import did_you_mean
 
 # Loaders by the word before the colon.
 FORMATS: Mapping[str, Callable[[Path, Clip], Workload]] = {
@@ -124,8 +125,9 @@ def _resolve_part(spec: str, options: WorkloadOptions) -> Workload:
         raise WorkloadError(
             f"{spec!r} is a file: put its format before it, as in jsonl:{spec}; formats: {', '.join(FORMATS)}"
         )
+    meant = did_you_mean(form if colon else spec, FORMATS if colon else [*GENERATORS, *SESSIONS])
     raise WorkloadError(
-        f"{problem}; generators: {', '.join([*GENERATORS, *SESSIONS])}; files: "
+        f"{problem}{meant}; generators: {', '.join([*GENERATORS, *SESSIONS])}; files: "
         + ", ".join(f"{name}:PATH" for name in FORMATS)
     )
 
@@ -141,7 +143,7 @@ def _scaled(trace: Workload, options: WorkloadOptions) -> Workload:
 def _generate(generator: Generator | SessionGenerator, options: WorkloadOptions) -> Workload:
     rate = options.rate_per_s
     if rate is None:
-        raise WorkloadError(f"{generator.name} is generated and needs a rate")
+        raise WorkloadError(f"{generator.name} is generated and needs a rate: --rate N, requests per second")
     if options.speed is not None or options.start_s:
         raise WorkloadError(f"{generator.name} is generated: it has a rate, not a speed or a start")
     if not (rate > 0.0 and math.isfinite(rate)):

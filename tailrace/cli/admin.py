@@ -18,7 +18,7 @@ import click
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
 from tailrace.local.certificates import OPERATOR, certificate_folder
-from tailrace.local.state import RunFolderUnusable, RunState, find_state
+from tailrace.local.state import RunFolderUnusable, RunState, find_state, none_here
 from tailrace.security.diagnosis import handshake_problem
 from tailrace.security.options import TLS_FOLDER, open_transport
 from tailrace.security.roles import OPERATORS, Role
@@ -132,8 +132,8 @@ def _local_cluster() -> RunState:
         raise CliError(str(error)) from error
     if state is None or not state.admin:
         raise Unreachable(
-            "no admin API: no local cluster is running here (tailrace up starts one); for another "
-            "cluster, pass --admin HOST:PORT or set TAILRACE_ADMIN"
+            f"no admin API: {none_here()}. tailrace up starts one here, and --admin HOST:PORT (or "
+            "TAILRACE_ADMIN) reaches any other"
         )
     return state
 

@@ -82,7 +82,7 @@ def apply(file: Path, on: str | None, dry_run: bool, yes: bool, force: bool, adm
     other hosts, it says what is missing. Shows what changes, and asks.
     """
     source = read_fleet_file(file)
-    folder = RunFolder.default()
+    folder = RunFolder.nearest()
     try:
         state = folder.read()
         if state is None:

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 from rich.table import Table
 
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -29,6 +30,7 @@ _FOLDER: Final = "TAILRACE_CERTS_DIR"
 
 
 @click.group(
+    cls=WholeGroup,
     help="Certificates with which services and operators authenticate to one another. You can also use "
     "certificates from elsewhere: docs/security.md lists what they must contain.",
     epilog="Example: tailrace certs init; tailrace certs issue worker worker-0",

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from tailrace.cli.fleet_file import file_option, options_of, plans, read_fleet_file
-from tailrace.cli.output import Output, output_option, print_json
+from tailrace.brief_help import WholeGroup
+from tailrace.cli.errors import UsageProblem
+from tailrace.cli.fleet_file import FleetFile, file_option, options_of, plans, read_fleet_file
+from tailrace.cli.line_check import needs_vllm, refusal
+from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.up import on_this_machine
 from tailrace.fleet.file import json_schema
 from tailrace.fleet.hosts import Installation
+from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, make_plan
+from tailrace.local.requirements import vllm_version
+from tailrace.model_folder import (
+    TOKENIZER_FLAGS,
+    ModelFolderError,
+    require_model,
+    require_tokenizer,
+)
+from tailrace.tiny import MODEL_PATH
 
 
-@click.group(epilog="Example: tailrace config check -f fleet.yaml")
+@click.group(cls=WholeGroup, epilog="Example: tailrace config check -f fleet.yaml")
 def config() -> None:
     """Check a fleet.yaml, show what it means, and its JSON Schema."""
 
@@ -32,9 +45,36 @@ def schema() -> None:
 @config.command(epilog="Example: tailrace config check -f fleet.yaml")
 @file_option(required=True)
 def check(file: Path) -> None:
-    """Check a file; the error names the field. Flags of vLLM's are checked by vLLM, when it starts."""
+    """Check a file; the error names the field. Where vLLM is installed, it checks its flags."""
     parts = [part for each in _parts(file).values() for part in each]
+    fleet = read_fleet_file(file)
+    for number, options in enumerate(options_of(fleet).models):
+        _check_model(fleet, number, options)
     click.echo(f"{file}: {len(parts)} processes")
+
+
+def _check_model(file: FleetFile, number: int, options: ClusterOptions) -> None:
+    """Raise UsageProblem if its folder holds no model, or its workers and front ends would not start."""
+    field = f"{file.path}: models[{number}]"
+    try:
+        require_model(options.model)
+        if not TOKENIZER_FLAGS & options.line.flags.keys():
+            require_tokenizer(options.model)
+    except ModelFolderError as error:
+        if not file.fleet.hosts:
+            raise UsageProblem(f"{field}.model: {error}") from error
+        note(f"{field}.model: {error} on this machine; it must be on each host with workers or front ends")
+        options = replace(options, model=str(MODEL_PATH))
+    if not options.line.arguments:
+        return
+    if needs_vllm(options):
+        note("config check: checking the flags, for which vLLM is loaded")
+    elif not vllm_version():
+        note(f"{field}.flags: not checked, because vLLM is not installed here")
+    # Of users' addresses and keys the file has been checked as a whole.
+    options = replace(options, frontend_arguments=(*options.frontend_arguments, "--insecure"))
+    if problem := refusal(options):
+        raise UsageProblem(f"{field}.flags: {problem}")
 
 
 @config.command(epilog="Example: tailrace config show -f fleet.yaml")

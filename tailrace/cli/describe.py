@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Any, Final
 
 import click
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.errors import UsageProblem
+from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.request_pages import Listing, pages
@@ -19,6 +20,8 @@ from tailrace.v1.migration_pb2 import ListMigrationsRequest
 _MIGRATIONS: Final = 1_000
 _KINDS: Final = {"instance": "instance_id", "request": "request_id", "migration": "migration_id"}
 _INDENT: Final = "  "
+# Fields that are seconds since the Unix epoch.
+_MOMENTS: Final = ("opened_s", "closed_s")
 
 Plain = dict[str, JsonValue]
 
@@ -74,14 +77,15 @@ def _migrations(admin: Admin, request_id: str) -> list[JsonValue]:
 
 
 def _one(kind: str, name: str, found: Sequence[Plain]) -> Plain:
-    """Return the object with this ID, or a unique part of it. Raise UsageProblem."""
+    """Return the object with this ID, or a unique part of it. Raise CliError."""
     ids = {str(each[_KINDS[kind]]): each for each in found}
     fitting = [name] if name in ids else matching(name, ids)
     if len(fitting) == 1:
         return ids[fitting[0]]
     if fitting:
-        raise UsageProblem(f"{name!r} is part of {len(fitting)} {kind}s: {', '.join(fitting[:5])} ...")
-    raise UsageProblem(f"no {kind} {name!r}; tailrace get {kind}s lists them")
+        raise CliError(f"{name!r} is part of {len(fitting)} {kind}s: {', '.join(fitting[:5])} ...")
+    ended = "; of one that has ended, tailrace trace shows what it did" if kind == "request" else ""
+    raise CliError(f"no {kind} {name!r}; tailrace get {kind}s lists them{ended}")
 
 
 def _lines(value: Plain, indent: str = "") -> Iterator[str]:
@@ -96,7 +100,15 @@ def _lines(value: Plain, indent: str = "") -> Iterator[str]:
                 yield f"{indent}{name}[{number}]:"
                 yield from _lines(each, indent + _INDENT)  # type: ignore[arg-type]
         else:
-            yield f"{indent}{f'{name}:':{width}}{_word(inner)}"
+            word = _moment(inner) if name in _MOMENTS else _word(inner)
+            yield f"{indent}{f'{name}:':{width}}{word}"
+
+
+def _moment(value: JsonValue) -> str:
+    """Return a time of day; a dash for what has not happened."""
+    if not isinstance(value, int | float) or not value:
+        return "-"
+    return datetime.fromtimestamp(value).astimezone().isoformat(" ", "milliseconds")
 
 
 def _word(value: JsonValue) -> str:
@@ -105,5 +117,5 @@ def _word(value: JsonValue) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return "-" if value in (None, "", {}) else str(value)

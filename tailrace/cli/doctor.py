@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -15,17 +16,20 @@ from tailrace.address import parse_address
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect, given_tls
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem
 from tailrace.cli.fleet_file import file_option, host_of, options_of, read_fleet_file, require_alone
-from tailrace.cli.output import Output, output_option, print_json
+from tailrace.cli.line_check import refusal
+from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.tables import instance_word
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.fleet.hosts import endpoints
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
+from tailrace.local.options import ClusterOptions
 from tailrace.local.ports import LOOPBACK
-from tailrace.local.requirements import gpu_bytes, visible_gpus
+from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, vllm_version
 from tailrace.local.state import RunFolder, find_state
 from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
 from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
+from tailrace.tiny import MODEL_PATH
 from tailrace.v1.admin_pb2 import ListInstancesRequest, ListPoliciesRequest, ListServicesRequest
 from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING
 
@@ -71,6 +75,8 @@ def doctor(
         source = read_fleet_file(file)
         fleet, options, name = source.fleet, options_of(source), host_of(source, on)
         model, ranks = options.model, options.ranks
+        # Of users' addresses and keys the file has been checked as a whole.
+        served = [replace(each, frontend_arguments=("--insecure",)) for each in options.models]
         http = parse_address(options.edge or source.fleet.model.http)
         etcd = ",".join(endpoints(fleet)) if name else ""
         api_keys = source.beside(fleet.keys) if fleet.keys else None
@@ -78,6 +84,11 @@ def doctor(
     else:
         line = read_line(arguments)
         model, http = line.model, (LOOPBACK, port)
+        keys = ("--api-keys", str(api_keys)) if api_keys else ()
+        users = line.last("host") or LOOPBACK
+        served = [
+            ClusterOptions(line=line.without("model", "host", "port"), host=users, frontend_arguments=keys)
+        ]
         try:
             ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
         except VllmLineError as error:
@@ -96,7 +107,7 @@ def doctor(
         api_keys=api_keys,
         folder=RunFolder.default().path,
     )
-    findings = [*check_host(host), *_fleet(admin)]
+    findings = [*check_host(host), *chain.from_iterable(map(_flags, served)), *_fleet(admin)]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if output is Output.JSON:
         print_json({"findings": [asdict(finding) for finding in findings], "problems": problems})
@@ -108,6 +119,24 @@ def doctor(
         click.echo(f"{problems} problem{'' if problems == 1 else 's'}")
     if problems:
         sys.exit(1)
+
+
+def _flags(options: ClusterOptions) -> Iterator[Finding]:
+    """Yield what a worker, a front end and vLLM say of the flags."""
+    # Of the model's folder there is another check.
+    options = replace(options, model=str(MODEL_PATH))
+    if not options.line.arguments and options.host == LOOPBACK:
+        return
+    if not vllm_version():
+        yield Finding("flags", Verdict.NOTE, "not checked, because vLLM is not installed here", INSTALL_VLLM)
+        return
+    note("tailrace doctor: checking the flags, for which vLLM is loaded")
+    try:
+        problem = refusal(options)
+    except CliError as error:
+        problem = error.message
+    mend = "tailrace up --help=all lists vLLM's, --help=NAME says what one takes"
+    yield Finding("flags", Verdict.PROBLEM, problem, mend) if problem else ok("flags", "vLLM takes them")
 
 
 def _fleet(address: str | None) -> Iterator[Finding]:

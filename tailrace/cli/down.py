@@ -8,15 +8,15 @@ import click
 
 from tailrace.cli.errors import CliError
 from tailrace.local.process import stop_parts
-from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable
+from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, none_here
 
 
 @click.command(epilog="Example: tailrace down")
 def down() -> None:
     """Stop the local cluster of this folder, if there is one. Logs are kept."""
-    folder = RunFolder.default()
+    folder = RunFolder.nearest()
     if not folder.path.exists():
-        click.echo("no local cluster is running here")
+        click.echo(none_here())
         return
     try:
         with folder.locked():
@@ -30,4 +30,4 @@ def _stop(folder: RunFolder) -> None:
     stopped = stop_parts(state.parts) if state is not None else []
     folder.forget()
     shutil.rmtree(folder.data, ignore_errors=True)
-    click.echo(f"stopped {', '.join(stopped)}" if stopped else "no local cluster is running here")
+    click.echo(f"stopped {', '.join(stopped)}" if stopped else none_here())

@@ -85,7 +85,10 @@ def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unreachable(f"the admin API at {address} did not respond in time; try again")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return Unreachable(f"{address} does not serve this: is it a Tailrace scheduler of this version?")
+            return Unreachable(
+                f"what answers at {address} does not serve this: an older Tailrace scheduler, or something "
+                "else, such as a proxy on the way"
+            )
         case grpc.StatusCode.INVALID_ARGUMENT:
             return UsageProblem(_with_hint(details or "invalid argument", hint))
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:

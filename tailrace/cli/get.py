@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from rich.live import Live
 from rich.table import Table
 
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.output import (
     Output,
@@ -23,6 +24,7 @@ from tailrace.cli.output import (
     print_figures,
     print_json,
     print_json_list,
+    require_terminal,
 )
 from tailrace.cli.plain import JsonValue, enum_word, enum_words, to_plain, to_plain_list
 from tailrace.cli.request_pages import Listing, pages
@@ -75,7 +77,7 @@ _ORDERS: Final = {
 }
 
 
-class _Kinds(click.Group):
+class _Kinds(WholeGroup):
     """Kinds of things, by their plural; the singular is taken, too."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -385,7 +387,9 @@ def _more(shown: int, total: int) -> str:
 
 
 def _watch(table: Callable[[], Table], document: Callable[[], dict[str, JsonValue]], output: Output) -> None:
-    """Show the table, or the document, every second until Ctrl-C."""
+    """Show the table, or the document, every second until Ctrl-C. Raise UsageProblem."""
+    if output is not Output.JSON:
+        require_terminal("without --watch it is shown once, and -o json writes a line every second")
     try:
         if output is Output.JSON:
             while True:

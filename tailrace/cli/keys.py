@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import click
 from rich.table import Table
 
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.numeric import RealRange, WholeRange
@@ -22,6 +23,7 @@ _FILE: Final = "TAILRACE_API_KEYS"
 
 
 @click.group(
+    cls=WholeGroup,
     help="Users' API keys, in a file that front ends watch (--api-keys): no restart is needed.",
     epilog="Example: tailrace keys make team-a --requests-per-minute 600 --concurrency 50",
 )

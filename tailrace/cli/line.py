@@ -14,7 +14,7 @@ from tailrace.local.options import ClusterOptions, Engine
 from tailrace.service.vllm_line import VllmLine, VllmLineError, flag_arguments, read_line, split_options
 from tailrace.tiny import MODEL_PATH
 
-_TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
+TINY_ARGUMENTS: Final = ("--kv-blocks", "4096")
 """A small KV cache for the shipped model, which still holds a dozen of its longest answers."""
 
 # Options of services that follow from the others here.
@@ -44,7 +44,7 @@ def with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptio
     model = options.model or line.model or str(MODEL_PATH)
     options = replace(options, model=model, line=line.without("model"), frontend_arguments=tuple(frontend))
     vllm = options.engine is Engine.VLLM
-    tiny = _TINY_ARGUMENTS if vllm and options.serves_tiny_model else ()
+    tiny = TINY_ARGUMENTS if vllm and options.serves_tiny_model else ()
     ranks = 1
     if vllm:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from tailrace.cli.errors import CliError, UsageProblem
-from tailrace.local.state import RunFolder
+from tailrace.cli.errors import CliError
+from tailrace.local.state import RUN_DIR_ENV, RunFolder
 from tailrace.numeric import WholeRange
 
 _POLL_S = 0.5
@@ -28,10 +28,13 @@ def logs(part: str | None, follow: bool, lines: int) -> None:
     PART is its name, or the beginning of one (worker). The logs outlast the cluster, until the next one
     starts. Elsewhere use journalctl -u 'tailrace-*', or docker compose logs.
     """
-    folder = RunFolder.default().logs
+    folder = RunFolder.nearest().logs
     files = {file.name.removesuffix(_SUFFIX): file for file in sorted(folder.glob(f"*{_SUFFIX}"))}
     if not files:
-        raise CliError(f"no logs in {folder}: no local cluster was started here (tailrace up)")
+        raise CliError(
+            f"no logs in {folder}: no local cluster was started here (tailrace up starts one; {RUN_DIR_ENV} "
+            "names another's .run folder)"
+        )
     exact = part is not None and part in files
     chosen = {
         name: file
@@ -39,7 +42,7 @@ def logs(part: str | None, follow: bool, lines: int) -> None:
         if part is None or name == part or (not exact and name.startswith(part))
     }
     if not chosen:
-        raise UsageProblem(f"no part {part!r}; there are {', '.join(files)}")
+        raise CliError(f"no part {part!r}; there are {', '.join(files)}")
     prefixes = {name: f"{name} | " if len(chosen) > 1 else "" for name in chosen}
     read = {name: _print_new(file, 0, prefixes[name], lines) for name, file in chosen.items()}
     try:

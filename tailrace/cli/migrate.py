@@ -10,7 +10,7 @@ from tailrace.cli.admin import admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.plain import to_plain
-from tailrace.cli.tables import bytes_text, migration_word, phase_word
+from tailrace.cli.tables import bytes_text, copied_text, migration_word, phase_word
 from tailrace.v1.admin_pb2 import AdminMigrateRequest
 from tailrace.v1.migration_pb2 import MigrationRecord
 from tailrace.v1.types_pb2 import (
@@ -18,7 +18,6 @@ from tailrace.v1.types_pb2 import (
     MIGRATION_STATE_COMMITTED,
     MIGRATION_STATE_GONE,
     MIGRATION_STATE_UNKNOWN,
-    WAY_REPLAY,
 )
 from tailrace.v1.worker_pb2 import COPY_MODE_PRE_COPY, COPY_MODE_STOP_AND_COPY, CopyMode
 
@@ -88,13 +87,6 @@ class _Progress:
         self.last = record
 
 
-def _copied(record: MigrationRecord) -> str:
-    if record.way == WAY_REPLAY:
-        return f"by replay ({record.way_reason})"
-    held = f" ({bytes_text(record.held_bytes)} there already)" if record.held_bytes else ""
-    return f"{len(record.rounds)} rounds, {bytes_text(record.bytes)}{held}"
-
-
 def _finish(record: MigrationRecord | None, output: Output) -> None:
     if record is None:
         raise CliError("the migration ended without a final record; see the scheduler's log")
@@ -118,6 +110,6 @@ def _finish(record: MigrationRecord | None, output: Output) -> None:
     if output is Output.TABLE:
         click.echo(
             f"{record.request_id} is on {record.target_instance_id} (epoch {record.epoch}, "
-            f"{phase_word(record.phase)}, {record.tokens} tokens): {_copied(record)}, "
+            f"{phase_word(record.phase)}, {record.tokens} tokens): {copied_text(record)}, "
             f"paused {record.pause_ms:.1f} ms = {record.pause_steps:.1f} decode steps"
         )

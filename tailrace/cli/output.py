@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
+from tailrace.cli.errors import UsageProblem
 from tailrace.cli.plain import JsonValue
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -149,6 +150,12 @@ def _cell_width(cell: RenderableType) -> int:
 def console() -> Console:
     """Return a console on stdout; if that is a pipe, one of a width that rarely truncates."""
     return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+
+
+def require_terminal(instead: str) -> None:
+    """Raise UsageProblem if a live view would go to a pipe or a file, which show nothing until its end."""
+    if not sys.stdout.isatty():
+        raise UsageProblem(f"stdout is no terminal, which a live view needs: {instead}")
 
 
 def note(text: str) -> None:

@@ -242,7 +242,10 @@ class _Issuer:
             authority = Authority.load(folder)
         else:
             authority = Authority.create(folder)
-            note(f"new authorities in {folder}: keep ca.key and etcd-ca.key on a machine without services")
+            note(
+                f"new authorities in {folder}: whoever has ca.key and etcd-ca.key can issue certificates for "
+                "any service; they stay here, so keep this folder, and on no host of the fleet"
+            )
         return cls(authority, {issued.identity: issued for issued in authority.issued()})
 
     def issue_operators(self) -> None:

@@ -11,7 +11,7 @@ from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import DRAIN_S, Restarted, Restarter, find_parts
-from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
+from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState, none_here
 from tailrace.numeric import Duration
 
 
@@ -35,16 +35,16 @@ def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
     """
     if bool(names) == everything:
         raise UsageProblem("name the processes to restart, or pass --all")
-    folder = RunFolder.default()
+    folder = RunFolder.nearest()
     try:
         with folder.locked():
             state = folder.read()
             if state is None or not state.ready:
-                raise CliError("no local cluster is running here; tailrace up starts one")
+                raise CliError(f"{none_here()}. tailrace up starts one here")
             parts = find_parts(state)
             unknown = [name for name in names if name not in parts]
             if unknown:
-                raise UsageProblem(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
+                raise CliError(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
             asyncio.run(_restart(folder, state, names or tuple(parts), timeout_s))
     except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error

@@ -10,6 +10,7 @@ import click
 import grpc
 from rich.table import Table
 
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
@@ -53,7 +54,7 @@ _timeout = click.option(
 )
 
 
-@click.group(epilog="Example: tailrace rollout start chat --to 9f2c41d07be3")
+@click.group(cls=WholeGroup, epilog="Example: tailrace rollout start chat --to 9f2c41d07be3")
 def rollout() -> None:
     """Roll out new weights of a model, or another precision, while it serves.
 

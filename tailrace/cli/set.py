@@ -11,10 +11,12 @@ import click
 import msgspec
 
 from tailrace.bounded import read_regular
+from tailrace.brief_help import WholeGroup
 from tailrace.cli.admin import CALL_TIMEOUT_S, admin_option, connect
 from tailrace.cli.errors import UsageProblem
-from tailrace.cli.output import Output, output_option, print_json
+from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.plain import JsonValue, enum_word, enum_words
+from tailrace.durations import with_unit
 from tailrace.messages import objectives_message, slo_of
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.records import StageRecord
@@ -32,9 +34,11 @@ _NO_POOL = "none"
 # Far more than the stages of any fleet.
 _STAGES_BYTES = 1 << 20
 _NO_SHADOW = "none"
+# Nobody waits for a token as long as this.
+_SLOW_S = 5.0
 
 
-@click.group(name="set", epilog="Example: tailrace set policy least_loaded")
+@click.group(cls=WholeGroup, name="set", epilog="Example: tailrace set policy least_loaded")
 def set_() -> None:
     """Change policy, shadow policy, SLOs, pools and stages."""
 
@@ -98,7 +102,7 @@ def shadow(
     _print_change(output, {"shadow": policy_name or None, "previous": reply.previous or None})
 
 
-@set_.command(epilog="Example: tailrace set slo ttft=2 tpot=0.15 qoe=0.95")
+@set_.command(epilog="Example: tailrace set slo ttft=2s tpot=150ms qoe=0.95")
 @click.argument("objectives", nargs=-1, required=True, metavar="KEY=VALUE...")
 @output_option()
 @admin_option
@@ -123,6 +127,9 @@ def slo(objectives: tuple[str, ...], output: Output, admin: str | None) -> None:
     if output is Output.JSON:
         print_json({"slo": asdict(slo_of(reply.slo)), "previous": asdict(slo_of(reply.previous))})
         return
+    for name in ("tpot", "pace"):
+        if given.get(name, 0.0) >= _SLOW_S:
+            note(f"{name} is {with_unit(given[name])} for each token; milliseconds are written {name}=150ms")
     click.echo(f"slo: {assignments(slo_of(reply.slo))}, previous: {assignments(slo_of(reply.previous))}")
 
 

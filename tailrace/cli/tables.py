@@ -17,7 +17,16 @@ from tailrace.cli.plain import enum_word
 from tailrace.v1.admin_pb2 import InstanceInfo, PolicyInfo, RequestInfo, ServiceInfo
 from tailrace.v1.migration_pb2 import MigrationRecord
 from tailrace.v1.profile_pb2 import MeasuredProfile
-from tailrace.v1.types_pb2 import InstanceState, MigrationState, Phase, Pool, RequestState, Stage, Way
+from tailrace.v1.types_pb2 import (
+    WAY_REPLAY,
+    InstanceState,
+    MigrationState,
+    Phase,
+    Pool,
+    RequestState,
+    Stage,
+    Way,
+)
 
 RowT = TypeVar("RowT", bound=Message)
 
@@ -35,6 +44,8 @@ class Column(Generic[RowT]):
     heading: str
     text: Callable[[RowT], str]
     figure: bool = False
+    # Whether the text may have several lines.
+    lines: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,17 @@ class View(Generic[RowT]):
         for column in self.columns:
             table.add_column(column.heading, justify="right" if column.figure else "left", no_wrap=True)
         for row in rows:
-            table.add_row(*(printable(column.text(row)) for column in self.columns))
+            table.add_row(*(_cell(column, row) for column in self.columns))
         if not table.rows:
             table.caption = self.empty
             table.caption_justify = "left"
         return full_width(table)
+
+
+def _cell(column: Column[RowT], row: RowT) -> str:
+    """Return a text that acts on no terminal."""
+    text = column.text(row)
+    return "\n".join(map(printable, text.split("\n"))) if column.lines else printable(text)
 
 
 def pool_word(pool: int) -> str:
@@ -102,6 +119,15 @@ def bytes_text(count: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def copied_text(record: MigrationRecord) -> str:
+    """Describe how a request's KV got to its target: rounds and bytes, and what was there before."""
+    if record.way == WAY_REPLAY:
+        return f"by replay ({record.way_reason})"
+    held = f" ({bytes_text(record.held_bytes)} there already)" if record.held_bytes else ""
+    number = len(record.rounds)
+    return f"{number} round{'' if number == 1 else 's'}, {bytes_text(record.bytes)}{held}"
 
 
 def share_text(part: int, whole: int) -> str:
@@ -231,7 +257,11 @@ POLICIES = View[PolicyInfo](
         Column("ACTIVE", lambda p: "suspended" if p.suspended else "active" if p.active else ""),
         Column("ORDER", lambda p: p.batch_order),
         # One per line, to leave room for the other columns.
-        Column("PARAMETERS", lambda p: "\n".join(f"{x.name}={x.value}" for x in p.parameters if x.value)),
+        Column(
+            "PARAMETERS",
+            lambda p: "\n".join(f"{x.name}={x.value}" for x in p.parameters if x.value),
+            lines=True,
+        ),
         Column("WHAT IT DOES", _what_it_does),
     ),
     empty="no policies are installed",

@@ -24,7 +24,16 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
-from tailrace.cli.output import Output, console, fit, full_width, output_option, print_figures, print_json
+from tailrace.cli.output import (
+    Output,
+    console,
+    fit,
+    full_width,
+    output_option,
+    print_figures,
+    print_json,
+    require_terminal,
+)
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.request_pages import Listing, first_page
 from tailrace.cli.tables import (
@@ -117,6 +126,8 @@ def top(once: bool, sort: str, output: Output, admin: str | None) -> None:
     oldest requests. With -o json: one object per refresh, with the same requests and migrations, and all
     instances.
     """
+    if not once and output is not Output.JSON:
+        require_terminal("--once prints one frame, -o json an object every second")
     with connect(admin) as connection, connection.errors():
         history: deque[Sample] = deque([_sample(connection)], maxlen=_RATE_WINDOW)
         if once and output is Output.JSON:
@@ -257,8 +268,9 @@ def frame(history: deque[Sample], width: int | None = None, sort: str = "name") 
             full_width(table)
         else:
             fit(table, width, _SHRINKING)
-    instances, requests, migrations = tables
-    return Group(heading, _last_minute(now.recent), Text(), instances, Text(), requests, Text(), migrations)
+    # A table without rows is only in the way.
+    shown = [part for table in tables if table.row_count for part in (Text(), table)]
+    return Group(heading, _last_minute(now.recent), *shown)
 
 
 def _last_minute(recent: RecentFigures | None) -> Text:
@@ -268,8 +280,8 @@ def _last_minute(recent: RecentFigures | None) -> Text:
     if not recent.answers:
         return Text(f"last minute: answers 0{moves}")
     return Text(
-        f"last minute: answers {recent.answers}  TTFT {_ttft(recent)} ms  TPOT {_tpot(recent)} ms"
-        f"  SLO {_attainment(recent)}{moves}"
+        f"last minute: answers {recent.answers}  SLO {_attainment(recent)}{moves}\n"
+        f"P50/P99: TTFT {_ttft(recent)} ms  TPOT {_tpot(recent)} ms"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -29,13 +30,14 @@ from tailrace.cli.fleet_file import (
     read_fleet_file,
     require_alone,
 )
-from tailrace.cli.line import count, with_line
+from tailrace.cli.line import TINY_ARGUMENTS, count, with_line
+from tailrace.cli.line_check import needs_vllm, refusal
 from tailrace.cli.output import note
 from tailrace.fleet.hosts import control_hosts
 from tailrace.local.certificates import issue_certificates
 from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, Tier
-from tailrace.local.ports import PortUnavailable, require_free
+from tailrace.local.ports import LOOPBACK, PortUnavailable, require_free
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
 from tailrace.local.progress import make_progress
 from tailrace.local.requirements import (
@@ -61,7 +63,7 @@ from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, lo
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError
 from tailrace.service.settings import settings_options
-from tailrace.service.vllm_line import VllmCommand
+from tailrace.service.vllm_line import GIVEN, NO_LINE, VllmCommand
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
@@ -107,7 +109,8 @@ def up(
     Takes what follows `vllm serve`, spelled as there (--help=all shows vLLM's flags, --help=NAME some), and
     options of `tailrace serve worker` and `tailrace serve frontend`.
 
-    State and logs are in .run (TAILRACE_RUN_DIR). If a process does not start, everything is stopped again.
+    State and logs are in .run in this folder (TAILRACE_RUN_DIR names another); other commands find it from
+    here and from folders below. If a process does not start, everything is stopped again.
     Spans go to the cluster's monitor (see tailrace trace), or to OTEL_EXPORTER_OTLP_ENDPOINT if set.
     """
     source, host = None, ""
@@ -131,6 +134,7 @@ def up(
         with folder.locked():
             state = _already_up(folder)
             if state is not None:
+                _require_same(state, click.get_current_context().meta[GIVEN])
                 note("tailrace up: already up")
             else:
                 state = _start(options, folder, source, host)
@@ -139,8 +143,8 @@ def up(
     click.echo(greeting(state, folder.logs, tailrace_command()))
     if options.engine is Engine.VLLM and loses_precision(options.model, options.line):
         note(
-            f"tailrace up: the weights of {options.model} are float32, and vLLM serves them in 16 bits; "
-            "to keep their precision: tailrace up ... --dtype float32"
+            f"\nThe weights of {options.model} are float32, and vLLM serves them in 16 bits.\n"
+            "To keep their precision: --dtype float32"
         )
 
 
@@ -223,6 +227,17 @@ def _already_up(folder: RunFolder) -> RunState | None:
     return state
 
 
+def _require_same(state: RunState, given: Sequence[str]) -> None:
+    """Raise CliError if the running cluster was started with other words than `given`; without any, all
+    that is asked for is that it runs."""
+    if given and state.given is not None and sorted(given) != sorted(state.given):
+        started = shlex.join(["tailrace", "up", *state.given])
+        raise CliError(
+            f"a cluster is already up, with other flags ({started}): tailrace down stops it; one of a "
+            "fleet.yaml is changed while it serves by tailrace apply"
+        )
+
+
 def _start(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, host: str) -> RunState:
     plan = _plan(options, folder, file, host)
     try:
@@ -246,6 +261,7 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
                 if not TOKENIZER_FLAGS & model.line.flags.keys():
                     require_tokenizer(model.model)
                 require_installed(model, lambda text: note(f"tailrace up: {text}"))
+                _check_line(model)
         if plan.tier(Tier.FRONTEND):
             require_free(*(parse_address(options.edge) if options.edge else (options.host, options.port)))
         shutil.rmtree(folder.data, ignore_errors=True)
@@ -264,6 +280,23 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
         raise CliError(str(error)) from error
     except OSError as error:
         raise RunFolderUnusable.of(folder.path, error) from error
+
+
+def _check_line(options: ClusterOptions) -> None:
+    """Raise UsageProblem if a service or vLLM would refuse what was given, once it is started."""
+    defaults = replace(
+        options,
+        line=NO_LINE,
+        host=LOOPBACK,
+        frontend_arguments=(),
+        worker_arguments=TINY_ARGUMENTS if options.worker_arguments == TINY_ARGUMENTS else (),
+    )
+    if options == defaults:
+        return
+    if needs_vllm(options):
+        note("tailrace up: checking the flags, for which vLLM is loaded")
+    if problem := refusal(options):
+        raise UsageProblem(problem)
 
 
 async def _run(
@@ -288,6 +321,7 @@ async def _run(
             tiny=options.serves_tiny_model,
             simulated=options.engine is Engine.SIMULATED,
             chat="chat_template" in options.line.flags or has_chat_template(options.model),
+            given=click.get_current_context().meta[GIVEN],
             asks_for_key="api_key" in options.line.flags or "--api-keys" in options.frontend_arguments,
         )
 

@@ -20,6 +20,8 @@ from tailrace.policy.parameters import ParameterError, format_value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.options import exposed
 from tailrace.slo import read_objectives
+from tailrace.suggestion import did_you_mean
+from tailrace.yaml_errors import yaml_problem
 
 _FILE_BYTES: Final = 1 << 20
 _DEFAULTS: Final = ClusterOptions()
@@ -251,6 +253,28 @@ class Fleet(_Section, frozen=True):
         return read_objectives({name: str(value) for name, value in self.slo.items()})
 
 
+_UNKNOWN_FIELD: Final = re.compile("Object contains unknown field `(.*)`")
+_TYPES_NAMED: Final = re.compile("`[a-z]+(?: \\| [a-z]+)*`")
+_TYPES: Final = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "null": "nothing",
+    "object": "a mapping",
+    "str": "a text",
+}
+# Sections by their place, without numbers.
+_ANY_HOST: Final = "hosts[...]"
+_SECTIONS: Final[Mapping[str, type[Struct]]] = {
+    "": Fleet,
+    _ANY_HOST: Host,
+    "kubernetes": Kubernetes,
+    "models": Model,
+    "policy": Policy,
+}
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the file, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Fleet)}
@@ -259,16 +283,19 @@ def json_schema() -> dict[str, Any]:
 def read_fleet(path: Path) -> Fleet:
     """Read a file. Raise FleetError, whose message names the file and the field."""
     try:
+        content: object = None
         content = _load(read_regular(path, _FILE_BYTES))
         fleet = msgspec.convert(content, Fleet)
         _check(fleet)
     except OSError as error:
         raise FleetError(f"{path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
-        raise FleetError(f"{path}: {_plain(str(error))}") from error
+        raise FleetError(f"{path}: {_plain(str(error), content)}") from error
     except RecursionError as error:
         raise FleetError(f"{path}: nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
+        raise FleetError(f"{path}: {yaml_problem(error)}") from error
+    except ValueError as error:
         raise FleetError(f"{path}: {' '.join(str(error).split())}") from error
     return fleet
 
@@ -310,11 +337,36 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _plain(problem: str) -> str:
-    """Return msgspec's message with the field first: `models[0].replicas: ...`."""
+def _plain(problem: str, content: object) -> str:
+    """Return msgspec's message with the field first, and in the file's words: `models[0].replicas: ...`."""
     what, _, place = problem.partition(" - at `$")
-    what = what.replace("Object contains unknown field", "unknown field").replace("Object missing", "missing")
-    return printable(": ".join(filter(None, [place.rstrip("`").lstrip("."), what])))
+    place = place.rstrip("`").lstrip(".")
+    if match := _UNKNOWN_FIELD.fullmatch(what):
+        section = _SECTIONS.get(re.sub(r"\[\d+\]", "", place))
+        meant = did_you_mean(match[1], section.__struct_fields__) if section is not None else ""
+        what = f"unknown field {shown(match[1])}{meant}"
+    else:
+        what = what.replace("Object missing", "missing")
+        what = _TYPES_NAMED.sub(lambda named: _typed(named[0]), what)
+    if place.startswith(_ANY_HOST):
+        place = f"hosts.{_faulty_host(content)}{place.removeprefix(_ANY_HOST)}"
+    return printable(": ".join(filter(None, [place, what])))
+
+
+def _typed(named: str) -> str:
+    """Return types as a reader of YAML knows them."""
+    return " or ".join(_TYPES.get(each, each) for each in named.strip("`").split(" | "))
+
+
+def _faulty_host(content: object) -> str:
+    """Return the first host that cannot be read: msgspec does not name the key of a mapping."""
+    hosts = content.get("hosts") if isinstance(content, dict) else None
+    for name, host in hosts.items() if isinstance(hosts, dict) else ():
+        try:
+            msgspec.convert(host, Host)
+        except msgspec.ValidationError:
+            return str(name)
+    return ""
 
 
 def _check(fleet: Fleet) -> None:

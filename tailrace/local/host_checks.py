@@ -137,7 +137,8 @@ def _model(host: Host) -> Iterator[Finding]:
         return
     if not folder.is_dir():
         where = "HF_HOME" if "HF_HOME" in host.environment else "the home directory"
-        yield ok("model", f"{host.model} comes from a hub, into {where}")
+        detail = f"not checked: {host.model} is no folder here, and vLLM takes it from a hub, into {where}"
+        yield Finding("model", Verdict.NOTE, detail, f"hf download {host.model} fetches it before")
         return
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     memory = re.search(r"MemAvailable:\s+(\d+)", (host.root / "proc/meminfo").read_text())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 LOOPBACK: Final = "127.0.0.1"
@@ -13,6 +15,10 @@ LOOPBACK: Final = "127.0.0.1"
 _FIRST_PORT: Final = 20_000
 _BEYOND_PORTS: Final = 32_768
 """First of Linux's ports for outgoing connections, which may be taken at any moment."""
+
+
+# State of a socket in /proc/net/tcp.
+_LISTENS: Final = "0A"
 
 
 class PortUnavailable(RuntimeError):
@@ -27,14 +33,42 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
+                folder = _cluster_on(port)
+                by, stop = (
+                    (f" by the Tailrace cluster of {folder}", "stop that (tailrace down there)")
+                    if folder is not None
+                    else ("", "stop the process that listens there")
+                )
                 raise PortUnavailable(
-                    f"port {port} on {host} is in use; stop the process that listens there or choose "
+                    f"port {port} on {host} is in use{by}; {stop} or choose "
                     f"another port: tailrace up --port {_neighbour(port)} (make up PORT="
                     f"{_neighbour(port)})"
                 ) from error
             raise PortUnavailable(
                 f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
             ) from error
+
+
+def _cluster_on(port: int) -> Path | None:
+    """Return the folder in which the cluster whose front end or edge listens on the port was started; None
+    if it is none, or another user's."""
+    listening = f"{port:04X}"
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and fields[1].endswith(f":{listening}"):
+                sockets.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if b"serve" not in words or not {b"frontend", b"edge"}.intersection(words):
+                continue
+            if sockets.intersection(os.readlink(each) for each in (process / "fd").iterdir()):
+                return (process / "cwd").readlink()
+        except OSError:
+            continue  # it has ended, or is another user's
+    return None
 
 
 def free_ports(count: int) -> Sequence[int]:

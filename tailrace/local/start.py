@@ -41,6 +41,7 @@ class Starter:
         self._heavy = asyncio.Semaphore(max(1, cores))
         self._light = asyncio.Semaphore(_LIGHT_AT_ONCE)
         self._processes: list[PartProcess] = []
+        self._failed = False
         self._transport = transport_of(plan.certificates, OPERATOR)
         # Of a fleet on several hosts, one has this certificate.
         self._may_set_rights = (
@@ -54,7 +55,11 @@ class Starter:
         )
 
     async def run(
-        self, policy: SetPolicyRequest | None, model: str, slo: Slo | None = None, **facts: bool | str
+        self,
+        policy: SetPolicyRequest | None,
+        model: str,
+        slo: Slo | None = None,
+        **facts: bool | str | list[str],
     ) -> RunState:
         """Start all parts, wait until they are ready, and return the state.
 
@@ -135,8 +140,14 @@ class Starter:
 
     async def _start(self, spec: PartSpec) -> None:
         async with self._heavy if spec.heavy else self._light:
+            if self._failed:
+                return  # whoever waited for its turn gets it before it is cancelled
             self._progress.show(spec.name, Step.STARTING)
-            await wait_ready(self._launch(spec), self._progress, self._plan.certificates)
+            try:
+                await wait_ready(self._launch(spec), self._progress, self._plan.certificates)
+            except PartFailed:
+                self._failed = True
+                raise
 
     def _launch(self, spec: PartSpec) -> PartProcess:
         environment = {**os.environ, **self._plan.environment, **spec.environment}

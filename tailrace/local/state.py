@@ -127,6 +127,8 @@ class RunState(msgspec.Struct, kw_only=True):
     host: str = ""
     # Folder of the certificates; empty: no TLS.
     certificates: str = ""
+    # The command line with which it was started; None: by a version that did not record it.
+    given: list[str] | None = None
     # Environment of all parts, in addition to that of `tailrace up`.
     environment: dict[str, str] = {}
 
@@ -159,6 +161,17 @@ class RunFolder:
     def default() -> RunFolder:
         """Return the run folder of the working directory, or the one in TAILRACE_RUN_DIR."""
         return RunFolder(Path(os.environ.get(RUN_DIR_ENV) or _DEFAULT).absolute())
+
+    @staticmethod
+    def nearest() -> RunFolder:
+        """Return the run folder of the cluster of the working directory or one of its parents, or the
+        default."""
+        default = RunFolder.default()
+        if os.environ.get(RUN_DIR_ENV):
+            return default
+        here = Path.cwd()
+        above = (RunFolder(folder / _DEFAULT) for folder in (here, *here.parents))
+        return next((folder for folder in above if (folder.path / _FILE).exists()), default)
 
     @property
     def logs(self) -> Path:
@@ -238,10 +251,14 @@ def find_state() -> RunState | None:
 
     Raise RunFolderUnusable.
     """
+    return RunFolder.nearest().read()
+
+
+def none_here() -> str:
+    """Return that no local cluster was found, and where it was looked for."""
     if os.environ.get(RUN_DIR_ENV):
-        return RunFolder.default().read()
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (state := RunFolder(folder / _DEFAULT).read()) is not None:
-            return state
-    return None
+        return f"no local cluster is running in {RunFolder.default().path} ({RUN_DIR_ENV})"
+    return (
+        f"no local cluster is running in {Path.cwd()} or above it; if there is one elsewhere, go there, or "
+        f"set {RUN_DIR_ENV} to its {_DEFAULT} folder"
+    )

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -82,13 +83,30 @@ _LEVEL: Final = "TAILRACE_LOG_LEVEL"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
+_only_checking: Final = ContextVar("only_checking", default=False)
+
+
+@contextmanager
+def only_checking() -> Iterator[None]:
+    """Have the commands of services end where they would start: they refuse what they always refuse."""
+    token = _only_checking.set(True)
+    try:
+        yield
+    finally:
+        _only_checking.reset(token)
+
+
 def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
     """Run `main` under uvloop until it returns or is told to stop; never returns.
 
     The first SIGTERM or SIGINT runs the drain that `main` has set in its Shutdown, if any, and then cancels
     `main`, which cleans up; a second one cuts the drain short. Exit codes: 0 if it returned or was told to
     stop; 1 if it failed, with one line on stderr for errors that an operator can fix, a traceback for bugs.
+
+    Within `only_checking`, return at once: the command line has been checked.
     """
+    if _only_checking.get():
+        return
     level = os.environ.get(_LEVEL, "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         sys.exit(f"{_LEVEL}: {level!r} is none of {', '.join(logging.getLevelNamesMapping())}")

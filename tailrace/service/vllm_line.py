@@ -21,6 +21,7 @@ import click
 
 from tailrace.bounded import read_regular
 from tailrace.brief_help import BriefCommand, show_all
+from tailrace.yaml_errors import yaml_problem
 
 Flags = Mapping[str, tuple[str, ...]]
 
@@ -161,7 +162,9 @@ def _config_arguments(values: Sequence[str]) -> list[str]:
         ) from error
     try:
         content: object = yaml.safe_load(read_regular(Path(path)))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise VllmLineError(f"{_CONFIG} {path}: {yaml_problem(error)}") from error
+    except (OSError, ValueError) as error:
         raise VllmLineError(f"{_CONFIG} {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise VllmLineError(f"{_CONFIG} {path}: flags of vllm serve by name expected")
@@ -214,6 +217,10 @@ def _options(context: click.Context) -> dict[str, click.Option]:
     return {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
+GIVEN: Final = "tailrace: the command line"
+"""Name in a context's `meta` of the words that a VllmCommand got."""
+
+
 class VllmCommand(BriefCommand):
     """A command that also takes a `vllm serve` line, which its function gets as `arguments`, unread."""
 
@@ -222,6 +229,8 @@ class VllmCommand(BriefCommand):
         for arg in args:
             if arg.startswith("--help="):
                 _show_help(ctx, arg)
+        # Those of services, whose options are read as well, share `meta`.
+        ctx.meta.setdefault(GIVEN, [*args])
         (own,), ctx.params["arguments"] = split_options(args, [ctx])
         return super().parse_args(ctx, own)
 
@@ -237,6 +246,7 @@ def _show_help(ctx: click.Context, option: str) -> NoReturn:
         click.echo(f"{ctx.get_help()}\n\nFlags of vllm serve:\n")
     if find_spec("vllm") is None:
         raise click.ClickException("vLLM is not installed here; make install installs it")
+    click.echo("loading vLLM, which takes some seconds ...", err=True)
     # As a process of its own: importing vLLM takes seconds, and sets up much else.
     vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", option]
     ctx.exit(subprocess.run(vllm, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}).returncode)

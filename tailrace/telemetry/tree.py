@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -185,7 +185,9 @@ def render_tree(traces_data: bytes) -> RenderableType:
     traces = read_traces(traces_data)
     if not traces:
         return Text("no spans")
-    return Group(*(part for trace in traces for part in (_headline(trace), _Trimmed(_table(trace)))))
+    return Group(
+        *(part for trace in traces for part in (_headline(trace), _Trimmed(_table(_without_its_id(trace)))))
+    )
 
 
 class _Trimmed:
@@ -209,11 +211,37 @@ def _headline(trace: Trace) -> Text:
     services = {(span.service, span.instance) for span in spans}
     failed = sum(span.error is not None for span in spans)
     line = Text(f"trace {trace.trace_id}", style="bold")
+    if request_id := _only_request(trace):
+        line.append(f"  request {request_id}", style="not bold")
     line.append(f"  {_count(len(spans), 'span')}, {_count(len(services), 'process', 'processes')}")
     line.append(f", {_ms(trace.end_ns - trace.start_ns):,.1f} ms", style="not bold")
     if failed:
         line.append(f", {_count(failed, 'error')}", style="red")
     return line
+
+
+def _only_request(trace: Trace) -> str:
+    """Return the id of the request that the whole trace is of; empty if there are several."""
+    ids = {str(node.attributes.get(attributes.REQUEST_ID, "")) for node in trace.walk()} - {""}
+    return ids.pop() if len(ids) == 1 else ""
+
+
+def _without_its_id(trace: Trace) -> Trace:
+    """Return the trace without the request's id in its spans, if the headline has it."""
+    if not _only_request(trace):
+        return trace
+
+    def stripped(nodes: Sequence[Node]) -> list[Node]:
+        return [
+            replace(
+                node,
+                attributes={k: v for k, v in node.attributes.items() if k != attributes.REQUEST_ID},
+                children=stripped(node.children),
+            )
+            for node in nodes
+        ]
+
+    return replace(trace, roots=stripped(trace.roots), orphans=stripped(trace.orphans))
 
 
 def _table(trace: Trace) -> Table:
@@ -226,7 +254,7 @@ def _table(trace: Trace) -> Table:
     for root in trace.roots:
         _add(table, root, trace.start_ns, "", "", client=bool(root.parent_id))
     if trace.orphans:
-        table.add_row(Text("(parent not received)", style="dim"))
+        table.add_row(Text("(still running, or lost)", style="dim"))
         _add_all(table, trace.orphans, [], trace.start_ns, "")
     return table
 

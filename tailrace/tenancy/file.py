@@ -92,8 +92,8 @@ def readers_problem(path: Path) -> str:
     if status.st_uid or others or any(name.startswith("system.posix_acl") for name in _attributes(path)):
         return ""
     return (
-        f"{path}: only root can read it; a front end that runs as another user keeps the keys that it read "
-        "before, revoked ones included (chgrp to its group)"
+        f"{path}: only root can read it, which suits front ends that run as root; one that runs as another "
+        "user keeps the keys that it read before, revoked ones included (chgrp to its group)"
     )
 
 

@@ -43,7 +43,7 @@ def test_set_policy_requires_assignments(run: Run, script: Script, words: list[s
 
 def test_set_slo(run: Run, script: Script) -> None:
     result = run("set", "slo", "ttft=3", "qoe=0.95", "pace=0")
-    assert result.stdout == "slo: ttft=3 qoe=0.95, previous: ttft=2 tpot=0.15\n"
+    assert result.stdout == "slo: ttft=3s qoe=0.95, previous: ttft=2s tpot=150ms\n"
     assert script.received == [admin_pb2.SetSloRequest(slo=admin_pb2.Slo(ttft_s=3.0, qoe=0.95, pace_s=0.0))]
     document = json.loads(run("set", "slo", "tpot=0.1", "-o", "json").stdout)
     assert document["previous"] == {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None, "admit": None}
@@ -64,7 +64,7 @@ def test_set_slo_refuses_invalid_values(run: Run, script: Script, words: list[st
 
 
 def test_get_slo(run: Run) -> None:
-    assert run("get", "slo").stdout == "ttft=2 tpot=0.15\n"
+    assert run("get", "slo").stdout == "ttft=2s tpot=150ms\n"
     slo = {"ttft_s": 2.0, "tpot_s": 0.15, "qoe": None, "pace_s": None, "admit": None}
     assert json.loads(run("get", "slo", "-o", "json").stdout) == {"slo": slo}
 

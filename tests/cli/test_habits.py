@@ -111,7 +111,7 @@ def test_describe_a_request_by_a_part_of_its_id(run: Run, script: Script) -> Non
     assert found["request_id"] == name
     assert len(found["migrations"]) == len(script.migrations)
     result = run("describe", "request", "no-such")
-    assert result.exit_code == 2 and "no request 'no-such'" in result.stderr
+    assert result.exit_code == 1 and "no request 'no-such'" in result.stderr
 
 
 def test_logs_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_logs_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "logs" / "worker-10.log").write_text("ten\n")
     assert invoke("logs", "worker-1") == (0, "other\n")
     code, output = invoke("logs", "frontend")
-    assert code == 2 and "no part 'frontend'; there are worker-0, worker-1, worker-10" in output
+    assert code == 1 and "no part 'frontend'; there are worker-0, worker-1, worker-10" in output
 
 
 def test_top_ends_with_q(script: Script) -> None:
@@ -175,3 +175,9 @@ def test_options_that_few_need_are_in_the_whole_help(service: str, monkeypatch: 
     for option in rare:
         assert f"{option.opts[-1]} " not in brief and f"{option.opts[-1]} " in whole
     assert "more options" not in whole
+
+
+@pytest.mark.parametrize("group", ["get", "set", "config", "certs", "keys", "rollout"])
+def test_the_help_of_a_group_cuts_no_text_off(group: str) -> None:
+    shown = CliRunner().invoke(main, [group, "--help"], terminal_width=80).stdout
+    assert shown.partition("Commands:")[2] and "..." not in shown.partition("Commands:")[2]

@@ -76,10 +76,22 @@ def test_a_complete_cluster(here: WorkingFolder) -> None:
     assert (active["name"], values["quantum_tokens"], values["behind_tokens"]) == ("pascal", 200, 1.0)
     assert "worker-1" in here.tailrace("top", "--once").stdout
 
-    again = here.up()
+    again = here.up("--sim=speed=2", "--workers", "2", "--policy", "pascal", *_PARAMETERS)
     assert again.returncode == 0
     assert "already up" in again.stderr
+    again = here.up("--workers", "3")
+    assert again.returncode == 1
+    assert (
+        "already up, with other flags (tailrace up " in again.stderr and "Tailrace is up" not in again.stdout
+    )
     assert here.state() == state
+    elsewhere = WorkingFolder(here.path.parent)
+    elsewhere.port = here.port
+    taken = elsewhere.up()
+    assert f"in use by the Tailrace cluster of {here.path};" in taken.stderr
+    below = here.path / "below"
+    below.mkdir()
+    assert WorkingFolder(below).tailrace("logs", "worker-0").returncode == 0
 
     example = here.run(sys.executable, "-m", "examples.kill_a_worker", "--svg", "picture.svg")
     assert example.returncode == 0, example.stdout + example.stderr
@@ -94,7 +106,7 @@ def test_a_complete_cluster(here: WorkingFolder) -> None:
     console = next(part for part in here.state().parts if part.name == "console")
     os.kill(console.identity.pid, signal.SIGKILL)
     _wait(lambda: not console.identity.alive(), "the console to end")
-    assert here.up().returncode == 0  # it serves without
+    assert here.tailrace("up").returncode == 0  # it serves without
     assert here.tailrace("restart", "console").returncode == 0
     assert _answers(f"{url[1]}health")
 
@@ -110,7 +122,7 @@ def test_a_complete_cluster(here: WorkingFolder) -> None:
     assert down.returncode == 0, down.stderr
     assert "worker-1" in down.stdout
     assert not any(part.identity.session_members() for part in state.parts)
-    assert here.tailrace("down").stdout == "no local cluster is running here\n"
+    assert here.tailrace("down").stdout.startswith(f"no local cluster is running in {here.path} or")
     assert here.tailrace("get", "instances").returncode == 3
 
 
@@ -172,6 +184,8 @@ def test_a_small_disk_is_reported_before_anything_starts(here: WorkingFolder) ->
         (("--headless",), "--headless: workers serve no HTTP as it is"),
         (("-dp", "2"), "--data-parallel-size: replicas are workers (--workers N)"),
         (("--config", "/no/such.yaml"), "--config /no/such.yaml: "),
+        (("--front", "rust", "--host", "0.0.0.0"), "0.0.0.0:8000 can be reached from other machines"),
+        (("a/b/c",), "no folder a/b/c"),
     ],
 )
 def test_usage_errors(

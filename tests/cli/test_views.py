@@ -15,10 +15,13 @@ from rich.console import Console
 from tailrace.cli.main import main
 from tailrace.cli.tables import Column, View
 from tailrace.cli.top import Sample, token_rates
+from tailrace.slo import Slo, assignments, read_objectives
 from tailrace.v1.admin_pb2 import (
     REQUEST_ORDER_OLDEST,
     InstanceInfo,
     ListRequestsRequest,
+    PolicyInfo,
+    PolicyParameter,
     RecentFigures,
     RequestInfo,
 )
@@ -63,7 +66,10 @@ def test_top_shows_the_last_minute(run: Run, script: Script) -> None:
     script.recent = RECENT
     script.instances[0].recent.CopyFrom(RECENT)
     result = run("top", "--once")
-    assert "answers 8  TTFT 120/450 ms  TPOT 11.0/30.5 ms  SLO 75%  moves 3" in result.stdout
+    assert (
+        "last minute: answers 8  SLO 75%  moves 3\nP50/P99: TTFT 120/450 ms  TPOT 11.0/30.5 ms"
+        in result.stdout
+    )
     lines = result.stdout.splitlines()
     (busy,) = (line.split() for line in lines if line.startswith("worker-0"))
     (idle,) = (line.split() for line in lines if line.startswith("worker-1"))
@@ -211,3 +217,33 @@ def test_wide_tables_have_further_columns(run: Run, kind: str, further: str) -> 
 
 def test_wide_is_offered_where_there_is_more(run: Run) -> None:
     assert run("get", "pools", "-o", "wide").exit_code == 2
+
+
+def test_a_live_view_needs_a_terminal(run: Run) -> None:
+    """In a pipe it would show nothing until its end."""
+    for arguments, instead in ((("top",), "--once"), (("get", "requests", "--watch"), "-o json")):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert "stdout is no terminal" in result.stderr and instead in result.stderr
+
+
+def test_top_has_no_headings_of_nothing(run: Run, script: Script) -> None:
+    del script.migrations[:], script.requests[:]
+    shown = run("top", "--once").stdout
+    assert "INSTANCE" in shown and "MIGRATION" not in shown and "REQUEST" not in shown
+
+
+def test_parameters_of_a_policy_are_lines_of_their_own(run: Run, script: Script) -> None:
+    parameters = [PolicyParameter(name=name, value="1") for name in ("first", "second")]
+    script.policies.append(PolicyInfo(name="mine", active=True, summary="moves", parameters=parameters))
+    lines = run("get", "policies").stdout.splitlines()
+    (first,) = (at for at, line in enumerate(lines) if line.startswith("mine"))
+    assert "first=1" in lines[first] and lines[first + 1].strip() == "second=1"
+
+
+def test_objectives_are_shown_with_their_units(run: Run, script: Script) -> None:
+    result = run("set", "slo", "ttft=2", "tpot=150")
+    assert "tpot is 150s for each token; milliseconds are written tpot=150ms" in result.stderr
+    assert "milliseconds" not in run("set", "slo", "tpot=150ms", "pace=0.1").stderr
+    assert assignments(Slo(ttft_s=2.0, tpot_s=0.15, pace_s=90.0)) == "ttft=2s tpot=150ms pace=90s"
+    assert read_objectives({"tpot": "150ms", "ttft": "2s"}) == {"tpot": 0.15, "ttft": 2.0}

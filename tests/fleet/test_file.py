@@ -23,9 +23,9 @@ from tests.waiting import WAIT_S
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("modles", [], "unknown field `modles`"),
-        ("models", [], "models: Expected `array` of length >= 1"),
-        ("models.0.modell", "x", "models[0]: unknown field `modell`"),
+        ("modles", [], "unknown field 'modles' (did you mean 'models'?)"),
+        ("models", [], "models: Expected a list of length >= 1"),
+        ("models.0.modell", "x", "models[0]: unknown field 'modell' (did you mean 'model'?)"),
         ("models.0.replicas", "many", "models[0].replicas: Expected"),
         ("models.0.replicas", {"c": 1}, "models[0].replicas: 'c' is none of the hosts (a, b)"),
         ("models.0.frontends", {"c": 1}, "models[0].frontends: 'c' is none of the hosts (a, b)"),
@@ -33,7 +33,10 @@ from tests.waiting import WAIT_S
         ("models.0.engine", "vlmm", "models[0].engine: Invalid enum value 'vlmm'"),
         ("hosts.b.address", "10.0.0.1", "hosts.a.address: 10.0.0.1 is there twice"),
         ("hosts.b.address", "10.0.0.2:22", "hosts.b.address: '10.0.0.2:22': without a port, please"),
-        ("hosts.b.gpus", -1, "hosts[...].gpus: Expected `int` >= 0"),
+        ("hosts.b.gpus", -1, "hosts.b.gpus: Expected a whole number >= 0"),
+        ("hosts.b.adress", "x", "hosts.b: unknown field 'adress' (did you mean 'address'?)"),
+        ("policy.nmae", "x", "policy: unknown field 'nmae' (did you mean 'name'?)"),
+        ("tls", "yes please", "tls: Expected true or false, got a text"),
         ("control", ["a", "a"], "control: a host is there twice"),
         ("control", ["c"], "control: 'c' is none of the hosts (a, b)"),
         ("etcd", ["a", "10.0.0.9:2379"], "etcd: names of hosts and addresses do not go together"),
@@ -48,11 +51,11 @@ from tests.waiting import WAIT_S
         ),
         ("slo", {"ttft": "soon"}, "slo: slo, parameter 'ttft': 'soon' is not allowed"),
         ("slo", {"ttfb": 1}, "slo: slo has no parameter 'ttfb'"),
-        ("cluster", "A B", "cluster: Expected `str` matching regex"),
-        ("environment", {"A B": "x"}, "Expected `str` matching regex"),
+        ("cluster", "A B", "cluster: Expected a text matching regex"),
+        ("environment", {"A B": "x"}, "Expected a text matching regex"),
         ("traces", "monitr", "traces: 'monitr' is not monitor, none or http://HOST:PORT"),
         ("hosts.b.address", "$(reboot)", "hosts.b.address: '$(reboot)' is neither a name nor an address"),
-        ("models.0.flags", {"-tp": 2}, "Expected `str` matching regex"),
+        ("models.0.flags", {"-tp": 2}, "Expected a text matching regex"),
         ("models.0.flags", {"port": 9000}, "models[0].flags: port: models[0].http says it"),
         ("http", "0.0.0.0:80", "http: an edge on several machines"),
         (
@@ -72,9 +75,14 @@ def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, messag
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("models: [", "while parsing"),
-        ("- a", "Expected `object`, got `array`"),
-        ("", "Expected `object`, got `null`"),
+        (
+            "models: [",
+            "fleet.yaml: line 1, column 10: expected the node content, but found '<stream end>', "
+            "while parsing a flow node",
+        ),
+        ("a: 1\n  b: [", "line 2, column 4: mapping values are not allowed here"),
+        ("- a", "Expected a mapping, got a list"),
+        ("", "Expected a mapping, got nothing"),
         ("models: []\nmodels: []\n", "'models' is there twice"),
         ("models: !!python/object:os.system []", "could not determine a constructor"),
         ("[" * 2000, "nested too deeply"),

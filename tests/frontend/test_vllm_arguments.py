@@ -46,7 +46,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--enable-auto-tool-choice"], "Error: --enable-auto-tool-choice requires --tool-call-parser"),
         (
             ["--enable-auto-tool-choice", "--tool-call-parser=none"],
-            "Error: invalid tool call parser: none (chose from { ",
+            "Error: argument --tool-call-parser: invalid choice: 'none' (choose from 'apertus', ",
+        ),
+        (
+            ["--enable-auto-tool-choice", "--chat-template=/no/such"],
+            "Error: The supplied chat template string",
         ),
         (["--reasoning-parser=none"], "Error: argument --reasoning-parser: invalid choice: 'none' (choose"),
         (

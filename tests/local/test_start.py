@@ -72,6 +72,23 @@ async def test_a_final_error_line_is_the_whole_message(folder: RunFolder, log: s
     assert message == f"worker-1 exited while starting (exit code 1): {shown} ({folder.logs}/worker-1.log)"
 
 
+async def test_what_waits_for_its_turn_is_not_started_after_a_failure(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def see_nothing(_starter: Starter) -> None:
+        await asyncio.Event().wait()
+
+    # So that the part's own wait sees its end first.
+    monkeypatch.setattr(Starter, "_watch", see_nothing)
+    parts = [
+        PartSpec(name, Tier.WORKER, _exit_with("gone", 1), _NOWHERE, heavy=True, timeout_s=WAIT_S)
+        for name in ("worker-0", "worker-1", "worker-2")
+    ]
+    with pytest.raises(PartFailed):
+        await Starter(_plan(*parts), folder, PlainProgress(), cores=1).run(None, "tiny")
+    assert capsys.readouterr().err == "tailrace up: worker-0 starting\ntailrace up: worker-0 failed\n"
+
+
 async def test_a_part_that_refuses_its_command_line_is_told_from_others(folder: RunFolder) -> None:
     refusing = _plan(_part("frontend", _exit_with("Error: argument --dtype: invalid choice: 'foo'", 2)))
     with pytest.raises(PartRefused, match="argument --dtype: invalid choice: 'foo'"):

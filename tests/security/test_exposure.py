@@ -67,7 +67,7 @@ def test_certificate_does_not_open_the_users_port(
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     refused = _served(authority, "--http", "0.0.0.0:8000", "--front", front, *key)
-    assert "--http 0.0.0.0:8000 can be reached from other machines" in refused
+    assert "users' address 0.0.0.0:8000 can be reached from other machines" in refused
     assert all(way in refused for way in ("--api-keys", "VLLM_API_KEY", "127.0.0.1", "--insecure"))
 
 

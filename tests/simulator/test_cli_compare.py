@@ -113,7 +113,11 @@ def test_table_and_html_report(arguments: tuple[str, ...], folder: Path) -> None
         (("pascal", "magic", "--workload", "r1", "--rate", "1"), "POLICY: unknown policy 'magic'"),
         (("pascal", "pascal", "--workload", "r1", "--rate", "1"), "POLICY: pascal is given twice"),
         (("pascal", "--workload", "r1", "--rate", "1", "--rate", "1"), "--rate: 1.0 is given twice"),
-        (("pascal", "--workload", "r1"), "workload: r1 is generated and needs a rate"),
+        (("pascal", "--workload", "r1"), "workload: r1 is generated and needs a rate: --rate N"),
+        (
+            ("pascal", "--workload", "agent_sesions", "--rate", "1"),
+            "unknown workload 'agent_sesions' (did you mean 'agent_sessions'?)",
+        ),
         (("pascal",), "'--workload'"),
         (("--workload", "r1"), "POLICY"),
     ],
@@ -244,3 +248,13 @@ def test_orders_are_crossed_and_told(folder: Path) -> None:
 
 def test_different_orders_are_pointed_out(arguments: tuple[str, ...]) -> None:
     assert "batch orders differ" in run_cli_ok(*arguments).stderr
+
+
+def test_equal_policies_share_their_mark_and_progress_is_shown_in_a_pipe() -> None:
+    policies = ("least_loaded", "least_loaded+vllm")
+    result = run_cli_ok(
+        "compare", *policies, *("--workload", "r1", "--rate", "1", "--count", "5", "--seeds", "2")
+    )
+    assert "100 ±0 =" in result.stdout and "100 ±0 *" not in result.stdout
+    assert "seeds 0 to 1" in result.stdout
+    assert "comparing 4/4" in result.stderr

@@ -108,13 +108,13 @@ def test_lines_have_no_trailing_spaces() -> None:
 
 
 def test_a_line_has_process_start_duration_and_attributes() -> None:
+    assert "  request chatcmpl-1  8 spans" in _text(_example_trace())[0]
     lines = {_name(line): line for line in _text(_example_trace())}
     assert lines["request"].split() == [
         "request",
         "frontend@f",
         "+0.0",
         "1,000.0",
-        "request_id=chatcmpl-1",
         "outcome=stop",
     ]
     assert lines["migration"].split()[2:] == [
@@ -139,7 +139,7 @@ def test_bytes_and_errors() -> None:
 def test_spans_with_a_missing_parent() -> None:
     data = _traces(worker_a=[_span("prefill", 3, 1, 2, 50), _span("step", 4, 3, 3, 4)])
     lines = _text(data)
-    assert lines[2] == "(parent not received)"
+    assert lines[2] == "(still running, or lost)"
     assert lines[3].startswith("└─ prefill")
     assert lines[4].startswith("   └─ step")
 

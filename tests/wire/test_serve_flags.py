@@ -9,10 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from tailrace.cli.main import main
 from tailrace.cli.serve import service_command
 from tailrace.cli.up import up
 from tailrace.service.vllm_line import VllmLine, VllmLineError
+from tailrace.tiny import MODEL_PATH
 from worker_agent.engine_options import EngineOptionError, EngineOptions, with_flags
 
 pytestmark = pytest.mark.vllm
@@ -77,7 +80,12 @@ def test_a_config_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--dtypo", "x"], "unrecognized arguments: --dtypo x"),
+        (["--dtypo", "x"], "unrecognized arguments: --dtypo x (did you mean '--dtype'?)"),
+        (["--max-modl-len=4"], "--max-modl-len=4 (did you mean '--max-model-len'?)"),
+        (
+            ["--kv-cache-dtype", "fp8_e4m4"],
+            "argument --kv-cache-dtype: invalid choice: 'fp8_e4m4' (did you mean",
+        ),
         (["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
         (
             ["--max-model-len", "many"],
@@ -91,6 +99,40 @@ def test_a_refused_flag_is_named_in_one_line(words: list[str], problem: str) -> 
         engine_arguments(*words)
     assert problem in str(error.value)
     assert "\n" not in str(error.value) and "pydantic" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--tool-call-parser", "hermes2"], "--tool-call-parser: invalid choice: 'hermes2' (did you mean"),
+        (["--reasoning-parser", "qwen33"], "--reasoning-parser: invalid choice: 'qwen33' (did you mean"),
+        (["--reasoning-parser", "@"], "--reasoning-parser: invalid choice: '@' (choose from "),
+        (["--chat-template", "/no/such.jinja"], "/no/such.jinja"),
+    ],
+)
+def test_what_the_api_server_would_refuse(words: list[str], problem: str) -> None:
+    from tailrace.wire.serve_flags import FlagRefused, read_serve_arguments, serve_parser
+
+    with pytest.raises(FlagRefused) as error:
+        read_serve_arguments(serve_parser(), ["a/model", "--enable-auto-tool-choice", *words])
+    assert problem in str(error.value)
+
+
+def test_flags_are_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `up`, `doctor` and `config check`, and an option of theirs may have been meant."""
+    monkeypatch.setenv("TAILRACE_RUN_DIR", str(tmp_path / "run"))
+    result = CliRunner().invoke(main, ["up", "--wrokers", "2"])
+    assert result.exit_code == 2
+    assert "unrecognized arguments: --wrokers 2 (did you mean '--workers'?)" in result.stderr
+    assert not (tmp_path / "run" / "data" / "etcd").exists()
+    result = CliRunner().invoke(main, ["doctor", str(MODEL_PATH), "--max-model-len", "banana", "-o", "json"])
+    found = {each["subject"]: each["detail"] for each in json.loads(result.stdout)["findings"]}
+    assert "argument --max-model-len: invalid" in found["flags"] and "'banana'" in found["flags"]
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: [{{model: {MODEL_PATH}, flags: {{max-modl-len: 4096}}}}]")
+    result = CliRunner().invoke(main, ["config", "check", "-f", str(file)])
+    assert result.exit_code == 2
+    assert "models[0].flags: unrecognized arguments: --max-modl-len 4096 (did you mean" in result.stderr
 
 
 def test_no_option_of_ours_has_another_meaning_in_vllm() -> None:
