@@ -81,9 +81,10 @@ def _end(mark: str, number: signal.Signals, timeout_s: float) -> None:
 def main() -> None:
     """Wait for the end of one of the processes, then end all others."""
     mark, *pids = sys.argv[1:]
-    # One that is gone already has no handle; the number could be another process's by now.
+    # One that is gone already has no handle; the number could be another process's by now. Of one that is
+    # about to be gone, Linux says that the argument is invalid.
     handles: list[int] = []
-    with suppress(ProcessLookupError):
+    with suppress(OSError):
         handles += map(os.pidfd_open, map(int, pids))
     if len(handles) == len(pids):
         select.select(handles, [], [])

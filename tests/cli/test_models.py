@@ -17,7 +17,7 @@ from tests.harness.processes import FAST_FRONT, wait_until
 from tests.harness.rollouts import Load
 from tests.harness.working_folder import WorkingFolder
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 
 PROMPTS = ["Count down from 30 with wxyz, then from 20."]
 

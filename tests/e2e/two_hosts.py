@@ -140,7 +140,7 @@ def test_a_fleet_from_one_file(hosts: Hosts) -> None:
     hosts.checked("a", "sh", "start.sh")
     hosts.checked("b", "sh", "start.sh")
     assert active(hosts) == {"worker-a-0", "worker-b-0"}
-    assert "ttft=3 " in hosts.checked("a", "tailrace", "get", "slo")
+    assert "ttft=3s " in hosts.checked("a", "tailrace", "get", "slo")
 
 
 def test_a_request_moves_to_the_other_host_which_dies(hosts: Hosts) -> None:

@@ -159,3 +159,36 @@ def test_few_simulated_workers_have_a_process_each() -> None:
 def test_simulated_workers_are_light() -> None:
     assert not any(part.heavy for part in _plan(engine=Engine.SIMULATED).tier(Tier.WORKER))
     assert all(part.heavy for part in _plan().tier(Tier.WORKER))
+
+
+def test_several_models_are_behind_an_edge() -> None:
+    other = dataclasses.replace(
+        OPTIONS, workers=1, front=Front.RUST, model="/models/other", prefix="other-", line=VllmLine.read([])
+    )
+    plan = _plan(
+        prefix="tiny-",
+        frontends=2,
+        others=(other,),
+        edge="127.0.0.1:8000",
+        edge_arguments=("--api-keys", "k"),
+    )
+    fronts = {part.name: part for part in plan.tier(Tier.FRONTEND)}
+    assert [*fronts] == ["tiny-frontend-0", "tiny-frontend-1", "other-frontend"]
+    assert [part.name for part in plan.tier(Tier.WORKER)] == [
+        *(f"tiny-worker-{number}" for number in range(3)),
+        "other-worker-0",
+    ]
+    # Those of a model share a port of its own; users know the edge's.
+    assert fronts["tiny-frontend-0"].http == fronts["tiny-frontend-1"].http != fronts["other-frontend"].http
+    (edge,) = plan.tier(Tier.EDGE)
+    assert (plan.http, edge.http, _option(edge, "--api-keys")) == (*["http://127.0.0.1:8000"] * 2, "k")
+    assert _option(fronts["other-frontend"], "--model") == "/models/other"
+    listening = [part.address for part in plan.parts] + [each.http for each in fronts.values()]
+    assert len(set(listening)) == len(listening) - 1
+
+
+def test_models_share_the_gpus() -> None:
+    changes = {"all_workers": 4, "gpus": ("0", "1", "2", "3")}
+    other = dataclasses.replace(OPTIONS, workers=1, prefix="other-", earlier_workers=3, **changes)  # type: ignore[arg-type]
+    workers = _plan(prefix="tiny-", others=(other,), edge="127.0.0.1:8000", **changes).tier(Tier.WORKER)
+    assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0", "1", "2", "3"]

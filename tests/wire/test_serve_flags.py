@@ -119,12 +119,16 @@ def test_what_the_api_server_would_refuse(words: list[str], problem: str) -> Non
 
 
 def test_flags_are_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `up`, `doctor` and `config check`, and an option of theirs may have been meant."""
+    """And an option of ours may have been meant."""
     monkeypatch.setenv("TAILRACE_RUN_DIR", str(tmp_path / "run"))
     result = CliRunner().invoke(main, ["up", "--wrokers", "2"])
     assert result.exit_code == 2
     assert "unrecognized arguments: --wrokers 2 (did you mean '--workers'?)" in result.stderr
     assert not (tmp_path / "run" / "data" / "etcd").exists()
+
+
+@pytest.mark.slow
+def test_doctor_and_config_check_flags_in_the_same_way(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["doctor", str(MODEL_PATH), "--max-model-len", "banana", "-o", "json"])
     found = {each["subject"]: each["detail"] for each in json.loads(result.stdout)["findings"]}
     assert "argument --max-model-len: invalid" in found["flags"] and "'banana'" in found["flags"]
