@@ -35,7 +35,7 @@ _TYPES: Final = "type.googleapis.com/envoy.extensions"
 _ASK_S: Final = 10.0
 _CONNECT_S: Final = 5.0
 # What the edge reads of a request; everything else stays in Envoy.
-_ASKED_HEADERS: Final = ("authorization", "content-type", "x-api-key")
+_ASKED_HEADERS: Final = ("authorization", "content-type")
 _ANSWERED_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
 # Envoy's own answers: no endpoint, no connection, too large, too slow, malformed.
 _OWN_FLAGS: Final = (

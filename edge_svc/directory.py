@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Final
 
@@ -87,15 +87,11 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
         ]
         names[model] = served
         for name in sorted({name for each in front_ends for name in each.names}):
-            names.setdefault(name, _named(served, name))
+            names.setdefault(name, replace(served, name=name))
     for adapter in sorted(adapters, key=lambda each: each.key):
         if (served_model := names.get(adapter.model)) is not None:
-            names.setdefault(adapter.name, _named(served_model, adapter.name))
+            names.setdefault(adapter.name, replace(served_model, name=adapter.name))
     return Directory(names, tuple(clusters))
-
-
-def _named(served: Served, name: str) -> Served:
-    return Served(name, served.model, served.root, served.rust, served.python)
 
 
 def _cluster(model: str, kind: str, addresses: list[str]) -> str:

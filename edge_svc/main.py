@@ -170,7 +170,7 @@ async def serve(
         configuration = bootstrap(
             settings.http, folder, settings.bounds, with_keys=keys is not None, certificate=certificate
         )
-        process = await stack.enter_async_context(proxy.running(configuration))
+        child = await stack.enter_async_context(proxy.running(configuration))
         record = msgspec.structs.replace(service.record(server.address), http_address=own)
         announced = await stack.enter_async_context(contextlib.AsyncExitStack())
         await announced.enter_async_context(service.announced(record))
@@ -190,7 +190,7 @@ async def serve(
             await proxy.drain()
 
         with shutdown.draining(drain, settings.drain_timeout_s):
-            status = await process.wait()
+            status = await child.wait()
             raise OSError(f"Envoy ended with status {status}")
 
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,14 +12,11 @@ from typing import Any, Final
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
 from edge_svc.configuration import Endpoints, clusters, endpoints, endpoints_file
-from tailrace.service import die_with_parent
-
-log = logging.getLogger(__name__)
+from tailrace.service.child import Child
 
 _START_S: Final = 30.0
 _POLL_S: Final = 0.1
 _CALL_S: Final = 5.0
-_GRACE_S: Final = 5.0
 
 
 class ProxyFailed(OSError):
@@ -53,26 +46,18 @@ class Proxy:
         self._write(self._folder / "clusters.json", clusters([*self._known.values()], self._folder))
 
     @asynccontextmanager
-    async def running(self, bootstrap: Mapping[str, Any]) -> AsyncIterator[asyncio.subprocess.Process]:
+    async def running(self, bootstrap: Mapping[str, Any]) -> AsyncIterator[Child]:
         """Run Envoy during the block; stop it at the end. Raise ProxyFailed if it does not start."""
         file = self._folder / "envoy.json"
         self._write(file, bootstrap)
-        shim = [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid())]
         command = [str(self._executable), "--config-path", str(file), "--concurrency", str(self._threads)]
         command += ["--log-level", "warning", "--disable-hot-restart", "--drain-strategy", "immediate"]
-        process = await asyncio.create_subprocess_exec(*shim, *command, stdin=asyncio.subprocess.DEVNULL)
+        child = await Child.launch(command, {}, ())
         try:
-            await self._until_live(process)
-            yield process
+            await self._until_live(child)
+            yield child
         finally:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-                try:
-                    async with asyncio.timeout(_GRACE_S):
-                        await process.wait()
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
+            await child.stop()
 
     async def drain(self) -> None:
         """Accept no more connections, end idle ones, and wait until the last response has ended."""
@@ -86,12 +71,12 @@ class Proxy:
         async with admin.get("http://envoy/stats?filter=^http.users.downstream_rq_active$") as reply:
             return int((await reply.text()).strip().rpartition(" ")[2] or 0)
 
-    async def _until_live(self, process: asyncio.subprocess.Process) -> None:
+    async def _until_live(self, child: Child) -> None:
         try:
             async with asyncio.timeout(_START_S), self._admin() as admin:
                 while True:
-                    if process.returncode is not None:
-                        raise ProxyFailed(f"Envoy ended with status {process.returncode}; its log says why")
+                    if child.status is not None:
+                        raise ProxyFailed(f"Envoy ended with status {child.status}; its log says why")
                     with suppress(ClientError):
                         async with admin.get("http://envoy/ready") as reply:
                             if reply.status == 200:

@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry, Counter
 from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS, Bounds
 from edge_svc.directory import Asked, Directory, Served
 from tailrace.bounded import printable, shown
+from tailrace.service.openai_error import error_body
 from tailrace.tenancy.file import KeyFile
-from tailrace.tenancy.keys import Tenant
+from tailrace.tenancy.keys import KEY_REQUIRED, Tenant
 
 # A larger body is read in a thread.
 _LARGE_BYTES: Final = 1 << 18
@@ -71,9 +72,8 @@ class Answers:
         if self._owner(request) is not None:
             return web.Response()
         self._requests.labels("no key").inc()
-        message = "This API requires a valid key: send the header 'Authorization: Bearer KEY'."
         challenge = {"www-authenticate": "Bearer"}
-        return _error(HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
+        return _error(HTTPStatus.UNAUTHORIZED, "AuthenticationError", KEY_REQUIRED, challenge)
 
     async def _choose_model(self, request: web.Request) -> web.Response:
         path = request.match_info["path"]
@@ -148,8 +148,7 @@ class Answers:
     def _owner(self, request: web.Request) -> Tenant | None:
         if self._keys is None:
             return None
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return self._keys.index().owner(key.strip()) if scheme.lower() == "bearer" else None
+        return self._keys.index().bearer(request.headers.get("authorization", ""))
 
 
 def _asked(body: bytes) -> Asked:
@@ -179,6 +178,5 @@ def _error(
     headers: Mapping[str, str] | None = None,
     param: str | None = None,
 ) -> web.Response:
-    """Return OpenAI's error object, as vLLM's API server does."""
-    error = {"message": message, "type": kind, "param": param, "code": status.value}
-    return web.json_response({"error": error}, status=status, headers=headers)
+    body = error_body(status, kind, message, param)
+    return web.Response(status=status, headers=headers, body=body, content_type="application/json")

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import AdmissionFlag, Readiness
 from frontend_svc.answers.coordinator import AnswerCoordinator
-from frontend_svc.api_server.process import ApiServer
 from frontend_svc.api_server.python import python_launch
 from frontend_svc.api_server.rust import rust_launch
 from frontend_svc.api_server.sockets import EngineSockets, is_listening, stop_accepting
@@ -28,6 +27,7 @@ from frontend_svc.settings import Front, Settings
 from tailrace.address import format_address
 from tailrace.members import Members
 from tailrace.service.channels import Channels
+from tailrace.service.child import Child
 from tailrace.service.runtime import Shutdown
 from tailrace.service.tasks import first_ended, supervised
 
@@ -78,11 +78,11 @@ async def run_front_end(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-frontend-")))
         readiness.admission = admission = AdmissionFlag(folder / "admission")
         adapters_path = None if adapters is None else adapters.follow(folder / "adapters")
-        api_server: ApiServer | None = None
+        api_server: Child | None = None
         if settings.front is not Front.NONE:
             with EngineSockets.bind(folder) as sockets:
                 launch = _launch(settings, http, sockets, admission.path, adapters_path)
-                api_server = await ApiServer.launch(launch.command, launch.env, launch.fds)
+                api_server = await Child.launch(launch.command, launch.env, launch.fds)
         engine = FleetEngine(
             settings,
             members,
@@ -113,7 +113,7 @@ class _Drain:
         self,
         settings: Settings,
         http: socket.socket,
-        api_server: ApiServer | None,
+        api_server: Child | None,
         engine: FleetEngine,
         set_serving: Callable[[bool], Awaitable[None]],
         readiness: Readiness,
@@ -187,7 +187,7 @@ def _launch(
     return python_launch(spec, http, sockets, admission)
 
 
-async def _watch(api_server: ApiServer) -> None:
+async def _watch(api_server: Child) -> None:
     """Wait until the API server exits by itself. Raise ApiServerExited."""
     status = await api_server.wait()
     if api_server.finishing:

@@ -33,7 +33,7 @@ from frontend_svc.front_end import ApiServerExited, ArgumentsRefused, run_front_
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings, place_wait_s
 from tailrace.address import format_address
-from tailrace.model_folder import TOKENIZER_FLAGS, ModelFolderError, require_model, require_tokenizer
+from tailrace.model_folder import ModelFolderError, require_files
 from tailrace.model_identity import identify_model
 from tailrace.security.options import exposed
 from tailrace.service import vllm_rs
@@ -69,9 +69,7 @@ def command(common: CommonOptions, settings: Settings, arguments: Sequence[str])
     settings = _with_defaults(replace(settings, frontend_id=common.member_id, line=line))
     _check(common, settings)
     try:
-        require_model(settings.model)
-        if not TOKENIZER_FLAGS & line.flags.keys():
-            require_tokenizer(settings.model)
+        require_files(settings.model, line.flags)
     except ModelFolderError as error:
         raise click.BadParameter(str(error), param_hint="--model") from error
     run_service(lambda shutdown: serve(common, settings, shutdown))

@@ -24,11 +24,19 @@ _TOKENIZERS: Final = (
     "*.gguf",
 )
 # Flags of `vllm serve` with which the model's folder needs no tokenizer.
-TOKENIZER_FLAGS: Final = frozenset({"tokenizer", "skip_tokenizer_init"})
+_TOKENIZER_FLAGS: Final = frozenset({"tokenizer", "skip_tokenizer_init"})
 
 
 class ModelFolderError(ValueError):
     """A path holds no usable model; the message is one line that names the path."""
+
+
+def require_files(model: str, flags: Iterable[str]) -> None:
+    """Raise ModelFolderError unless there is a model, and a tokenizer where these flags of `vllm serve` say
+    no other."""
+    require_model(model)
+    if _TOKENIZER_FLAGS.isdisjoint(flags):
+        require_tokenizer(model)
 
 
 def require_model(model: str) -> None:

@@ -15,9 +15,9 @@ from typing import ClassVar, Final
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from frontend_svc.api_server.middleware import error_body
 from frontend_svc.api_server.request_limits import account_of_task
 from frontend_svc.api_server.spec import DEFAULT_CONNECTION_LIMITS, DEFAULT_MAX_HEADER_BYTES, ConnectionLimits
+from tailrace.service.openai_error import error_body
 
 # A refused client may go on sending for so long, and so much, while it is to read the answer.
 _LINGER_S: Final = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -13,18 +12,13 @@ from http import HTTPStatus
 from typing import Any, ClassVar, Final, Protocol
 
 from frontend_svc.admission import AdmissionReader, Refusal
+from tailrace.service.openai_error import error_body
 
 # Messages and scopes are open dictionaries by ASGI's specification.
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-
-
-def error_body(status: HTTPStatus, kind: str, message: str) -> bytes:
-    """Return OpenAI's error object of type `kind` for this status."""
-    error = {"message": message, "type": kind, "param": None, "code": status.value}
-    return json.dumps({"error": error}).encode()
 
 
 async def send_error(

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 from tailrace.tenancy.file import KeyFile
-from tailrace.tenancy.keys import Tenant
+from tailrace.tenancy.keys import KEY_REQUIRED, Tenant
 from tailrace.tenancy.meter import LimitExceeded, Meter
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
@@ -47,10 +47,7 @@ class Tenants:
     def owner(self, scope: Message) -> Tenant | None:
         """Return the tenant of the request's key, or None."""
         authorization = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, token = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return None
-        return self._keys.index().owner(token.decode("latin-1").strip())
+        return self._keys.index().bearer(authorization.decode("latin-1"))
 
     def now_s(self) -> float:
         """Return the clock's time in seconds."""
@@ -85,9 +82,8 @@ class TenantAdmission:
             return
         tenant = tenants.owner(scope)
         if tenant is None:
-            message = "This API requires a valid key: send the header 'Authorization: Bearer KEY'."
             challenge = {"www-authenticate": "Bearer"}
-            await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
+            await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", KEY_REQUIRED, challenge)
         elif (scope["method"], path) not in SERVED_ROUTES:
             message = f"{scope['method']} {path} is not served here."
             await send_error(send, HTTPStatus.NOT_FOUND, "NotFoundError", message)

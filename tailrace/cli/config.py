@@ -19,12 +19,7 @@ from tailrace.fleet.hosts import Installation
 from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, make_plan
 from tailrace.local.requirements import vllm_version
-from tailrace.model_folder import (
-    TOKENIZER_FLAGS,
-    ModelFolderError,
-    require_model,
-    require_tokenizer,
-)
+from tailrace.model_folder import ModelFolderError, require_files
 from tailrace.tiny import MODEL_PATH
 
 
@@ -46,20 +41,18 @@ def schema() -> None:
 @file_option(required=True)
 def check(file: Path) -> None:
     """Check a file; the error names the field. Where vLLM is installed, it checks its flags."""
-    parts = [part for each in _parts(file).values() for part in each]
     fleet = read_fleet_file(file)
+    parts = _parts(fleet)
     for number, options in enumerate(options_of(fleet).models):
         _check_model(fleet, number, options)
-    click.echo(f"{file}: {len(parts)} processes")
+    click.echo(f"{file}: {sum(map(len, parts.values()))} processes")
 
 
 def _check_model(file: FleetFile, number: int, options: ClusterOptions) -> None:
     """Raise UsageProblem if its folder holds no model, or its workers and front ends would not start."""
     field = f"{file.path}: models[{number}]"
     try:
-        require_model(options.model)
-        if not TOKENIZER_FLAGS & options.line.flags.keys():
-            require_tokenizer(options.model)
+        require_files(options.model, options.line.flags)
     except ModelFolderError as error:
         if not file.fleet.hosts:
             raise UsageProblem(f"{field}.model: {error}") from error
@@ -82,7 +75,7 @@ def _check_model(file: FleetFile, number: int, options: ClusterOptions) -> None:
 @output_option()
 def show(file: Path, output: Output) -> None:
     """Show the processes of each host, and their command lines."""
-    parts = _parts(file)
+    parts = _parts(read_fleet_file(file))
     if output is Output.JSON:
         print_json(
             {
@@ -97,9 +90,8 @@ def show(file: Path, output: Output) -> None:
             click.echo(f"  {part.name}: {shlex.join(part.command)}")
 
 
-def _parts(path: Path) -> dict[str, list[PartSpec]]:
+def _parts(file: FleetFile) -> dict[str, list[PartSpec]]:
     """Return the parts on each host; of a file without hosts, on ports from 20000."""
-    file = read_fleet_file(path)
     options = options_of(file)
     if not file.fleet.hosts:
         here = on_this_machine(options, file.fleet.model.number)

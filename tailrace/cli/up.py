@@ -50,13 +50,7 @@ from tailrace.local.requirements import (
 from tailrace.local.start import Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import objectives_message
-from tailrace.model_folder import (
-    TOKENIZER_FLAGS,
-    ModelFolderError,
-    has_chat_template,
-    require_model,
-    require_tokenizer,
-)
+from tailrace.model_folder import ModelFolderError, has_chat_template, require_files
 from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
@@ -257,9 +251,7 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
         plan = plan_here(options, folder, file, host)
         if plan.tier(Tier.WORKER) or plan.tier(Tier.FRONTEND):
             for model in options.models:
-                require_model(model.model)
-                if not TOKENIZER_FLAGS & model.line.flags.keys():
-                    require_tokenizer(model.model)
+                require_files(model.model, model.line.flags)
                 require_installed(model, lambda text: note(f"tailrace up: {text}"))
                 _check_line(model)
         if plan.tier(Tier.FRONTEND):

@@ -13,6 +13,9 @@ _PREFIX: Final = "sk-tailrace"
 _SECRET_BYTES: Final = 32
 _ID_BYTES: Final = 6
 
+KEY_REQUIRED: Final = "This API requires a valid key: send the header 'Authorization: Bearer KEY'."
+"""The answer to a request without one."""
+
 MIN_WEIGHT: Final = 0.01
 MAX_WEIGHT: Final = 100.0
 """Bounds of a weight; beyond them use the settings for limits instead."""
@@ -109,6 +112,11 @@ class KeyIndex:
         self._by_key_id = {
             key.key_id: (key.sha256, tenants[key.tenant]) for key in tenant_keys.keys if key.tenant in tenants
         }
+
+    def bearer(self, authorization: str) -> Tenant | None:
+        """Return the tenant of the key in an Authorization header, or None."""
+        scheme, _, key = authorization.partition(" ")
+        return self.owner(key.strip()) if scheme.lower() == "bearer" else None
 
     def owner(self, key: str) -> Tenant | None:
         """Return the key's tenant, or None. The duration reveals nothing about stored keys."""

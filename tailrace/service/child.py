@@ -1,4 +1,4 @@
-"""Run an API server as a supervised child process."""
+"""Run another program's server, such as an API server or a proxy, as a supervised child process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Final
 
 from tailrace.service import die_with_parent
 
-# Seconds for the API server to close its connections after SIGTERM.
+# Seconds for the child to close its connections after SIGTERM.
 _GRACE_S: Final = 8.0
 
 
-class ApiServer:
+class Child:
     """Control the running child. Its output goes to this process's stderr and stdout, unchanged."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -26,7 +26,7 @@ class ApiServer:
         self.finishing = False
 
     @classmethod
-    async def launch(cls, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> ApiServer:
+    async def launch(cls, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> Child:
         """Start `command` with these file descriptors inherited. Raise OSError."""
         shim = str(Path(die_with_parent.__file__))
         wrapped = [sys.executable, "-I", "-S", shim, str(os.getpid()), *command]
@@ -40,6 +40,11 @@ class ApiServer:
         """Return the child's process id."""
         return self._process.pid
 
+    @property
+    def status(self) -> int | None:
+        """Return its exit status, negative if a signal killed it; None while it runs."""
+        return self._process.returncode
+
     async def wait(self) -> int:
         """Wait for the child to exit; return its status, negative if a signal killed it."""
         return await self._process.wait()
@@ -48,7 +53,7 @@ class ApiServer:
         """Stop accepting, finish the responses and exit; return False if that takes longer than
         `timeout_s`. Can be called again to wait longer."""
         with suppress(ProcessLookupError):
-            # Some API servers take a second signal as an order to drop what they have.
+            # Some take a second signal as an order to drop what they have.
             if not self.finishing:
                 self.finishing = True
                 self._process.send_signal(signal.SIGTERM)
