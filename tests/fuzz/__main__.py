@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -204,6 +205,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for the cluster's logs")
     options = parser.parse_args()
+    # Stop the cluster on SIGTERM, as on Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     console.print(f"on {machine()}, seed {options.seed}")
     return asyncio.run(run(console, options.inputs, options.seed, options.keep))
