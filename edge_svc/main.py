@@ -110,7 +110,7 @@ def command(common: CommonOptions, settings: Settings) -> None:
         keys = None if settings.api_keys is None else KeyFile(settings.api_keys)
     except KeyFileUnusable as error:
         raise click.ClickException(f"--api-keys: {error}") from error
-    executable = _executable(settings.envoy)
+    executable = envoy_path(settings.envoy)
     run_service(lambda shutdown: serve(common, settings, keys, executable, shutdown))
 
 
@@ -194,7 +194,7 @@ async def serve(
             raise OSError(f"Envoy ended with status {status}")
 
 
-def _executable(given: Path | None) -> Path:
+def envoy_path(given: Path | None) -> Path:
     """Return Envoy's executable. Raise click.ClickException."""
     if given is not None:
         found = str(given) if os.access(given, os.X_OK) else None
