@@ -33,9 +33,10 @@ def end_with_this_process() -> None:
     """Mark this process's environment; end whatever inherits it once this process, or its `make`, is gone."""
     mark = os.environ[_MARK] = uuid.uuid4().hex
     watched = [os.getpid()]
-    # Only make runs pytest as a part of itself; a shell may end before a run in the background.
-    if "MAKELEVEL" in os.environ:
-        watched.append(os.getppid())
+    # Only make runs pytest as a part of itself; a shell may end before a run in the background. Of pytest
+    # inside a namespace of processes, the parent is outside, and has no number there.
+    if "MAKELEVEL" in os.environ and (parent := os.getppid()):
+        watched.append(parent)
     environment = {name: value for name, value in os.environ.items() if name != _MARK}
     subprocess.Popen(
         [sys.executable, "-m", "tests.leftovers", mark, *map(str, watched)],
@@ -81,10 +82,9 @@ def _end(mark: str, number: signal.Signals, timeout_s: float) -> None:
 def main() -> None:
     """Wait for the end of one of the processes, then end all others."""
     mark, *pids = sys.argv[1:]
-    # One that is gone already has no handle; the number could be another process's by now. Of one that is
-    # about to be gone, Linux says that the argument is invalid.
+    # One that is gone already has no handle; the number could be another process's by now.
     handles: list[int] = []
-    with suppress(OSError):
+    with suppress(ProcessLookupError):
         handles += map(os.pidfd_open, map(int, pids))
     if len(handles) == len(pids):
         select.select(handles, [], [])

@@ -238,7 +238,8 @@ def held_migration(fleet: Fleet, chats: Chats, step: str) -> tuple[str, str, Cal
     Return the source, the target and a function that waits for the stream's end.
     """
     progress = Progress()
-    stream = chats.start(LONG.prompt, progress)
+    # Long enough to be on its instance when the migration has been ordered.
+    stream = chats.start(LONGER.prompt, progress)
     chat = progress.wait(lambda c: len(c.reasoning) > 100, "some thought")
     placed = fleet.wait_request(chat.request_id)
     target = others(placed.instance_id)[0]
@@ -264,7 +265,7 @@ def test_stream_survives_a_kill_during_migration(
     name = {"source": source, "target": target}.get(victim, victim)
     vllm_fleet.processes[name].kill()
     vllm_fleet.disarm()
-    assert_expected(result(), LONG)
+    assert_expected(result(), LONGER)
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(30, marks=pytest.mark.slow)])
