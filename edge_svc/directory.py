@@ -15,6 +15,7 @@ from tailrace.records import AdapterRecord, ServiceRecord
 
 # What vllm-rs answers with 404 or 400 (docs/api-servers.md).
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
+_ONE: Final = frozenset({b"", b"1", b"null"})
 _RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
 
@@ -22,7 +23,8 @@ class Asked(msgspec.Struct):
     """What a body says about who can answer it."""
 
     model: str | None = None
-    n: int | None = None
+    # Whether it is what it should be, front ends say.
+    n: msgspec.Raw = msgspec.Raw(b"")
     # A text, its tokens, or a list of these.
     prompt: msgspec.Raw = msgspec.Raw(b"")
 
@@ -101,4 +103,4 @@ def _cluster(model: str, kind: str, addresses: list[str]) -> str:
 
 def _rust_can(path: str, asked: Asked) -> bool:
     several = _SEVERAL.match(asked.prompt) is not None
-    return path in _RUST_PATHS and (asked.n or 1) == 1 and not several
+    return path in _RUST_PATHS and bytes(asked.n) in _ONE and not several

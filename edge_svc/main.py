@@ -154,7 +154,9 @@ async def serve(
         follower.route()
         await stack.enter_async_context(supervised({"routes": follower.run}))
         answers = Answers(lambda: follower.directory, keys, settings.bounds, service.registry)
-        runner = web.AppRunner(answers.app(), access_log=None)
+        # A path or a header may be as long as Envoy allows.
+        longest = settings.bounds.max_header_kib << 10
+        runner = web.AppRunner(answers.app(), access_log=None, max_line_size=longest, max_field_size=longest)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.UnixSite(runner, str(folder / "edge.sock"), backlog=2 * EDGE_CONNECTIONS).start()

@@ -69,8 +69,10 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
     ("path", "asked", "rust"),
     [
         ("/v1/chat/completions", Asked(), True),
-        ("/v1/chat/completions", Asked(n=1), True),
-        ("/v1/chat/completions", Asked(n=2), False),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b"1")), True),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b"2")), False),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b"null")), True),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b'"2"')), False),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b' "a [" ')), True),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b'["a", "b"]')), False),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b"[[1], [2]]")), False),
