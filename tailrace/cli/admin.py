@@ -63,14 +63,14 @@ class Admin:
 def admin_option(function: F) -> F:
     """Add `--admin`, `--tls` and `--model`. The command gets `--admin` as `admin`; `connect` reads the others
     itself."""
-    function = address_option(function)
-    return click.option(
+    function = click.option(
         "--model",
         metavar="NAME",
         expose_value=False,
         callback=_keep_model,
-        help="Of the cluster of `tailrace up`: the part with this model, which may have its own policy.",
+        help="In the cluster of `tailrace up`: the model that is meant, if it has a policy of its own.",
     )(function)
+    return address_option(function)
 
 
 def address_option(function: F) -> F:

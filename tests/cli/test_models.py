@@ -126,7 +126,7 @@ def test_each_model_has_a_policy_of_its_own(here: WorkingFolder) -> None:
         return found
 
     def slos() -> dict[str, tuple[float, float]]:
-        found = {name: read("get", "slo", "--model", name) for name in here.state().models}
+        found = {name: read("get", "slo", "--model", name)["slo"] for name in here.state().models}
         return {name: (each["ttft_s"], each["tpot_s"]) for name, each in found.items()}
 
     def answers(*names: str) -> None:
@@ -142,7 +142,7 @@ def test_each_model_has_a_policy_of_its_own(here: WorkingFolder) -> None:
     assert policies() == {"tiny": "least_loaded", "second": "arrow"}
     assert slos() == {"tiny": (1.0, usual), "second": (5.0, usual)}
     instances = read("get", "instances", "--model", "second")["instances"]
-    assert [each["id"] for each in instances] == ["second-worker-0"]
+    assert [each["instance_id"] for each in instances] == ["second-worker-0"]
     unknown = here.tailrace("get", "instances", "--model", "secnd")
     assert unknown.returncode == 2
     assert "tiny, second (did you mean 'second'?)" in unknown.stderr
