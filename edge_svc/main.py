@@ -24,6 +24,7 @@ from edge_svc.model_clusters import ModelClusters
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
 from tailrace.address import MalformedAddress, parse_address
+from tailrace.bounded import shown
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.options import exposed
 from tailrace.service.options import CommonOptions, common_options
@@ -126,12 +127,18 @@ class Follower:
         self._changed = asyncio.Event()
         self.below = ModelClusters(store, self._changed.set)
         self.directory = Directory({}, ())
+        self._hidden: list[str] = []
         members.add_listener(self._changed.set)
 
     def route(self) -> None:
         """Read the members once. Raise OSError."""
         own = directory(self._members.services.values(), self._members.adapters.values())
         self.directory = merged([own, *self.below.directories])
+        found = (each for below in self.below.directories for each in below.names.values())
+        hidden = sorted({each.name for each in found if self.directory.names.get(each.name) is not each})
+        if hidden and hidden != self._hidden:
+            log.warning("another cluster has these names first: %s", shown(", ".join(hidden)))
+        self._hidden = hidden
         self._proxy.route(self.directory.clusters)
 
     async def run(self) -> None:

@@ -129,6 +129,10 @@ def _apply_here(
             new[model.own.name] = model.own
             text = policy_text(model.own.policy, model.own.policy_parameters)
             lines.append((f"policy of {model.served_name}", text))
+            lines += [
+                (f"slo of {model.served_name}", f"{name} {value:g}")
+                for name, value in model.own.objectives.items()
+            ]
     lines = [*(line for each in settings for line in each.lines), *lines, *_lines(changes, state)]
     problems = [] if force else [*dangers(changes, state.parts)]
     if not _agreed(lines, problems, dry_run, yes):
