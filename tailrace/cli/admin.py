@@ -65,6 +65,8 @@ def admin_option(function: F) -> F:
     itself."""
     function = click.option(
         "--model",
+        # A command may have an argument `model`.
+        "cluster_of",
         metavar="NAME",
         expose_value=False,
         callback=_keep_model,

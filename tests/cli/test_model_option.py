@@ -27,7 +27,9 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 @pytest.mark.parametrize(
     ("option", "asked"), [([], "fleet"), (["--model", "chat"], "fleet"), (["--model", "coder"], "coder")]
 )
-@pytest.mark.parametrize("command", [["set", "slo", "ttft=1s"], ["get", "policies"]])
+@pytest.mark.parametrize(
+    "command", [["set", "slo", "ttft=1s"], ["get", "policies"], ["rollout", "forget", "code"]]
+)
 def test_the_cluster_of_a_model_is_asked(
     scripts: dict[str, Script], option: list[str], asked: str, command: list[str]
 ) -> None:
