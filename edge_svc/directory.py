@@ -96,6 +96,21 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
     return Directory(names, tuple(clusters))
 
 
+def merged(directories: Iterable[Directory]) -> Directory:
+    """Return one directory. The first one that has a name keeps it, and a model with all its names."""
+    names: dict[str, Served] = {}
+    clusters: list[Endpoints] = []
+    models: set[str] = set()
+    for each in directories:
+        own = [served for served in each.names.values() if served.model not in models]
+        for served in own:
+            names.setdefault(served.name, served)
+        used = {name for served in own for name in (served.rust, served.python)}
+        clusters += [endpoints for endpoints in each.clusters if endpoints.cluster in used]
+        models |= {served.model for served in own}
+    return Directory(names, tuple(clusters))
+
+
 def _cluster(model: str, kind: str, addresses: list[str]) -> str:
     """Return a name that is fit for a file, which no two models share."""
     return f"{kind}-{blake2b(model.encode(), digest_size=16).hexdigest()}" if addresses else ""
