@@ -28,7 +28,7 @@ from tailrace.cli.up import on_this_machine
 from tailrace.fleet.hosts import ANYWHERE
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import certify
-from tailrace.local.change import Changes, compare, differing
+from tailrace.local.change import Changes, compare, differing, scaling_changes, within
 from tailrace.local.options import MONITOR_TRACES, ClusterOptions
 from tailrace.local.plan import PartSpec, Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
@@ -113,12 +113,17 @@ def _apply_here(
     require_possible(changes, state.parts)
     with connect(None) as admin, admin.errors():
         settings = _settings(source, admin)
-        lines = [*settings.lines, *_lines(changes, state)]
+        lines = [
+            *settings.lines,
+            *scaling_changes(state.scaled, plan.scaled),
+            *_lines(changes, state),
+        ]
         problems = [] if force else [*dangers(changes, state.parts)]
         if not _agreed(lines, problems, dry_run, yes):
             return
         # First, so that new workers are placed on by the right policy.
         settings.apply(admin)
+    state.scaled = [*plan.scaled]
     if changes:
         asyncio.run(_carry_out(changes, folder, state, environment))
         # Last: what is interrupted before is carried out by the next apply.
@@ -194,10 +199,11 @@ def _schedulers(state: RunState) -> str:
 
 
 def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Changes:
-    changes = compare(state.parts, plan.parts, state.etcd)
+    known = {each.model for each in state.scaled}
+    changes = compare(state.staying, within(plan, state.parts, known), state.etcd)
     # One that has ended is as the file says only once it runs again.
     again = {
-        part.name for part in state.parts if environment != state.environment or not part.identity.alive()
+        part.name for part in state.staying if environment != state.environment or not part.identity.alive()
     }
     if not again:
         return changes
