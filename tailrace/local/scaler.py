@@ -188,6 +188,8 @@ class Scaler:
         if state is None or scaled not in state.scaled:
             return
         start, stop, ended = difference(scaled, state.parts, wanted)
+        if any(part.identity.pid in self._tasks for part in ended):
+            return  # whoever watches them says why first
         for part in ended:
             state.parts.remove(part)
             if not part.leaving:
@@ -238,6 +240,9 @@ class Scaler:
         self._watch(process.part, partial(self._see_in, restarter, process))
 
     def _watch(self, part: Part, until: Loop) -> None:
+        if (before := self._tasks.get(part.identity.pid)) is not None:
+            # It stops while it starts.
+            before.cancel()
         self._tasks[part.identity.pid] = run_once("workers that start or stop", until, part.name)
 
     async def _see_in(self, restarter: Restarter, process: PartProcess) -> None:
