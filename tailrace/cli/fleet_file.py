@@ -182,6 +182,12 @@ def plan_here(options: ClusterOptions, folder: RunFolder, file: FleetFile | None
             raise UsageProblem(
                 f"models[0].replicas: {workers} are too many for one machine; it can have {LOCAL_WORKERS_MAX}"
             )
+        for number, model in enumerate(options.models):
+            if model.bounds is not None and not model.workers and model.frontends > 1:
+                # The first one takes the port for all, once it has an instance.
+                raise UsageProblem(
+                    f"models[{number}].replicas: at least 1 at the start with several front ends"
+                )
         command = partial(_etcd_command, folder, options.tls)
         return make_plan(options, free_ports, command, tailrace, str(folder.data))
     fleet = file.fleet

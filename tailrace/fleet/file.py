@@ -486,8 +486,6 @@ def _check_replicas(fleet: Fleet, at: int, model: Model) -> None:
         )
     if model.number is None or not bounds.least <= model.number <= bounds.most:
         raise FleetError(f"{field}.replicas: a number from autoscale.min to autoscale.max")
-    if not model.number and model.frontends != 1:
-        raise FleetError(f"{field}.replicas: at least 1 at the start with several front ends")
     if any(other.model == model.model for other in fleet.models if other is not model):
         raise FleetError(
             f"{field}.autoscale: another model has the same `model`, and the load is known by that: a link "

@@ -262,6 +262,9 @@ class Scaler:
         except TimeoutError:
             log.warning("%s has not drained within %.0f s", part.name, DRAIN_S)
         await self._remove(part)
+        for model in self._models.values():
+            # What failed for lack of GPUs may start now.
+            model.next_s = 0.0
 
     async def _remove(self, part: Part) -> None:
         """End a worker, and what it has left behind."""
