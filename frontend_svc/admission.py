@@ -164,9 +164,11 @@ class AdmissionGate:
     """Close admission while no instance could take a request for `patience_s`, and while the front end is
     full."""
 
-    def __init__(self, flag: AdmissionFlag, patience_s: float) -> None:
+    def __init__(self, flag: AdmissionFlag, patience_s: float, on_demand: bool = False) -> None:
+        """`on_demand`: an instance is started for requests that wait, so admission stays open without one."""
         self._flag = flag
         self._patience_s = patience_s
+        self._on_demand = on_demand
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = True
         self._without_instance = False
@@ -174,8 +176,8 @@ class AdmissionGate:
 
     def update(self, usable: int) -> None:
         """Set how many instances could take a request now."""
-        self._waiting = not usable
-        if usable:
+        self._waiting = not (usable or self._on_demand)
+        if not self._waiting:
             self.cancel()
             self._without_instance = False
         elif self._timer is None:

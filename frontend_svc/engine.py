@@ -100,7 +100,8 @@ class FleetEngine:
         self._max_streams = settings.limits.max_streams
         self._on_models = on_models
         self._shared_adapters = adapters
-        self._gate = AdmissionGate(admission, settings.wait_limits.place_s)
+        self._on_demand = on_demand = settings.wait_limits.instance_s > 0.0
+        self._gate = AdmissionGate(admission, settings.wait_limits.place_s, on_demand)
         self._stuck = asyncio.Event()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
         # What the attached instances last said of their engines.
@@ -148,7 +149,8 @@ class FleetEngine:
 
     async def _serve(self) -> None:
         self._update_admission()
-        hello = await self._first_hello
+        async with supervised({"first instance": self._ask_for_first} if self._on_demand else {}):
+            hello = await self._first_hello
         try:
             await self._socket.announce(hello.ready_response)
         except (OSError, HandshakeFailed):
@@ -156,6 +158,12 @@ class FleetEngine:
             raise
         async with supervised({"fleet statistics": self._tell_stats}):
             await self._socket.receive(self.requests.admit, self._on_abort, self._on_utility)
+
+    async def _ask_for_first(self) -> None:
+        """Ask for an instance until one has said what the API server has to know of its engine."""
+        while not self._first_hello.done():
+            await self._chooser.ask_for_first()
+            await asyncio.sleep(_TICK_S)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no stream is left; return False if some are left after `timeout_s`."""
@@ -362,7 +370,9 @@ class FleetEngine:
         accepting = self.fleet.usable(self.fleet.accepting_new(attached))
         self._gate.update(len(accepting))
         if self.requests.fair_gate is not None:
-            self.requests.fair_gate.set_instances(len(self.fleet.prefilling(accepting)))
+            prefilling = len(self.fleet.prefilling(accepting))
+            # Without an instance, some must ask for one.
+            self.requests.fair_gate.set_instances(max(prefilling, self._on_demand))
         self._on_models(self.fleet.models_of(attached))
 
     async def _tick(self) -> None:

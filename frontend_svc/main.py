@@ -111,6 +111,7 @@ def _with_defaults(settings: Settings) -> Settings:
     context, waits = click.get_current_context(), settings.wait_limits
     if context.get_parameter_source("place_s") is ParameterSource.DEFAULT:
         waits = replace(waits, place_s=place_wait_s(settings.front))
+    waits = replace(waits, place_s=max(waits.place_s, waits.instance_s))
     return replace(
         settings,
         model=model,

@@ -18,6 +18,7 @@ from frontend_svc.streams import Stream, StreamTable
 from tailrace.cache.names import Naming, block_names
 from tailrace.members import Members
 from tailrace.model_identity import engine_name
+from tailrace.request_ids import own_id
 from tailrace.rollout.record import RolloutRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, format_error, preferred
@@ -138,6 +139,17 @@ class InstanceChooser:
                 return Chosen(reply.instance_id, reply.policy, _pull(reply), _pace_s(reply))
             excluded.add(reply.instance_id)
         return self._fallback(stream, avoid | unable)
+
+    async def ask_for_first(self) -> None:
+        """Tell a scheduler that an instance is needed if there is none; nothing waits for it here."""
+        if not self._fleet.instances:
+            await self._calls.place(
+                scheduler_pb2.PlaceRequest(
+                    request_id=own_id("first-instance"),
+                    frontend_id=self._frontend_id,
+                    model=self._fleet.model,
+                )
+            )
 
     def last_resort(self, stream: Stream, avoid: frozenset[str]) -> Chosen | None:
         """Return an instance for a stream with tokens if `choose` found none: one that only a rollout drains.

@@ -61,6 +61,15 @@ class WaitLimits:
         rare=True,
         type=Duration(min=0),
     )
+    # A stream that no engine has had yet, where one is started for it.
+    instance_s: float = setting(
+        0.0,
+        "How long a request waits for an instance of a model that may have none, because one is started when "
+        "it is asked for; 0: none is, and without an instance new requests get 503.",
+        "--instance-wait",
+        type=Duration(min=0, max=86_400),
+        metavar="SECONDS",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,15 @@ from tailrace.cluster import InstanceState
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy
 from tailrace.members import Members
-from tailrace.model_identity import is_model
+from tailrace.model_identity import covers, is_model
 from tailrace.perf.steps import StepModel
-from tailrace.scaling import DesiredInstances, Scaling, need
+from tailrace.scaling import ONE, DesiredInstances, Need, Scaling, need
 from tailrace.telemetry.incidents import guarded
 
 LOOP: Final = "desired instances"
 _INTERVAL_S: Final = 1.0
+# A front end asks twice a second for an instance for each request that has none.
+_ASKED_S: Final = 3.0
 
 
 class DesiredMetrics(Collector):
@@ -44,6 +46,8 @@ class DesiredMetrics(Collector):
         self._leading = leading
         self._nominal = StepModel.of_profile(None)
         self._desired: dict[str, DesiredInstances] = {}
+        # When an instance was last asked for in vain, by key of the model that was to answer.
+        self._asked_s: dict[str, float] = {}
         state.keep_demand(scaling.window_s)
 
     async def run(self) -> None:
@@ -52,8 +56,13 @@ class DesiredMetrics(Collector):
             self.sample(time.monotonic())
             await asyncio.sleep(_INTERVAL_S)
 
+    def asked_in_vain(self, model_key: str, now_s: float) -> None:
+        """Note that a request found no instance that may take it."""
+        self._asked_s[model_key] = now_s
+
     def sample(self, now_s: float) -> None:
         """Update the desired number of each model."""
+        self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if at_s > now_s - _ASKED_S}
         models = self._models()
         self._desired = {model: each for model, each in self._desired.items() if model in models}
         for model in sorted(models):
@@ -81,13 +90,26 @@ class DesiredMetrics(Collector):
         yield active
 
     def _update(self, model: str, now_s: float) -> None:
-        instances = self._state.instances_of(model)
-        lengths = self._state.demand(model, now_s)
-        needed = need(instances, lengths, self._active.slo, self._scaling, self._nominal)
+        needed = self._need(model, now_s)
         known = self._desired.get(model)
         if known is None:
             known = self._desired[model] = DesiredInstances(self._scaling, now_s)
         known.update(needed, self._active_instances(model), now_s)
+
+    def _need(self, model: str, now_s: float) -> Need:
+        if not self._active_instances(model) and self._is_waited_for(model):
+            return ONE
+        instances, lengths = self._state.instances_of(model), self._state.demand(model, now_s)
+        return need(instances, lengths, self._active.slo, self._scaling, self._nominal)
+
+    def _is_waited_for(self, model: str) -> bool:
+        """Return whether requests at this model's front ends wait for an instance."""
+        keys = {
+            service.model_key
+            for (kind, _), service in self._members.services.items()
+            if kind == "frontend" and service.model == model
+        }
+        return any(covers(key, asked) for key in keys for asked in self._asked_s)
 
     def _active_instances(self, model: str) -> int:
         return sum(i.state is InstanceState.ACTIVE for i in self._state.instances_of(model))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 import grpc
@@ -39,11 +39,19 @@ class DecisionLoop:
     """Turn what comes to this scheduler into events: placements on every scheduler, and on the leader reports
     and ticks."""
 
-    def __init__(self, control: LiveControl, leading: asyncio.Event, metrics: SchedulerMetrics) -> None:
-        """`leading` is set while this scheduler leads: only the leader decides."""
+    def __init__(
+        self,
+        control: LiveControl,
+        leading: asyncio.Event,
+        metrics: SchedulerMetrics,
+        asked_in_vain: Callable[[str, float], None] = lambda model_key, now_s: None,
+    ) -> None:
+        """`leading` is set while this scheduler leads: only the leader decides. `asked_in_vain`: told of
+        requests for which there is no instance, with the key of their model and the monotonic time."""
         self._control = control
         self._leading = leading
         self._metrics = metrics
+        self._asked_in_vain = asked_in_vain
 
     def handle_report(self, report: monitor_pb2.WorkerReport, now_s: float) -> None:
         """Apply a report and decide on the changes that it shows."""
@@ -89,6 +97,8 @@ class DecisionLoop:
         decided_us = (time.perf_counter() - began_s) * 1e6
         if isinstance(placement, Refuse):
             self._metrics.refused(asked.frontend_id, placement.final)
+            if not placement.final:
+                self._asked_in_vain(asked.model, time.monotonic())
             return scheduler_pb2.PlaceReply(
                 policy=policy,
                 refusal=placement.reason or "refused",

@@ -219,7 +219,7 @@ class Parts:
             self._following.suspend_record(hung)
         self._follow_members()
         service.members.add_listener(self._follow_members)
-        self._loop = DecisionLoop(self.control, leading, self.metrics)
+        self._loop = DecisionLoop(self.control, leading, self.metrics, self._desired.asked_in_vain)
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = service.common.member_id
         self._watch = MonitorWatch(

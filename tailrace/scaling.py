@@ -44,7 +44,13 @@ class Scaling:
         type=RealRange(min=0.01, max=1),
         metavar="SHARE",
     )
-    least: int = setting(1, "Least desired instances of a model.", "--desired-min", type=WholeRange(min=1))
+    least: int = setting(
+        1,
+        "Least desired instances of a model; 0: none while it has no requests (front ends then need "
+        "--instance-wait).",
+        "--desired-min",
+        type=WholeRange(min=0),
+    )
     most: int = setting(1_000, "Most desired instances of a model.", "--desired-max", type=WholeRange(min=1))
     window_s: float = setting(
         60.0,
@@ -88,8 +94,13 @@ class Need(NamedTuple):
 
     # To serve it within the SLOs at the target utilization; a fraction.
     serving: float
-    # To hold the KV of the requests that are running, whichever instances these are.
+    # To hold the KV of the requests that are running, whichever instances these are; at least one while there
+    # are requests.
     holding: int
+
+
+ONE: Final = Need(0.0, 1)
+"""What requests need that wait for the first instance of their model."""
 
 
 class _Load(NamedTuple):
@@ -148,7 +159,8 @@ def need(
         + i.waiting * load.decoding_s(steps)
         for i in instances
     )
-    return Need(max(arriving, running) + waiting_s / scaling.catch_up_s, _holding(instances, serving))
+    holding = max(_holding(instances, serving), any(i.running or i.waiting for i in instances))
+    return Need(max(arriving, running) + waiting_s / scaling.catch_up_s, holding)
 
 
 def _load(lengths: LengthStatistics, scaling: Scaling) -> _Load:
@@ -246,8 +258,8 @@ class DesiredInstances:
     """The desired number of instances of one model, which follows its need.
 
     It grows to what all samples of `up_delay_s` needed, and shrinks to what none of `cooldown_s` exceeded.
-    What running requests hold counts at once. Before the first cool-down, all instances that there are count,
-    so that a restart of who computes this removes none.
+    What running requests hold counts at once, and so does that requests wait for a first instance. Before the
+    first cool-down, all instances that there are count, so that a restart of who computes this removes none.
     """
 
     def __init__(self, scaling: Scaling, now_s: float) -> None:

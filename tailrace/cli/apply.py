@@ -29,7 +29,7 @@ from tailrace.cli.up import on_this_machine
 from tailrace.fleet.hosts import ANYWHERE
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import OPERATOR, certify, transport_of
-from tailrace.local.change import Changes, compare, differing
+from tailrace.local.change import Changes, compare, differing, scaling_changes, within
 from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, OwnCluster
 from tailrace.local.plan import SPANS, PartSpec, Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
@@ -133,13 +133,15 @@ def _apply_here(
                 (f"slo of {model.served_name}", f"{name} {value:g}")
                 for name, value in model.own.objectives.items()
             ]
-    lines = [*(line for each in settings for line in each.lines), *lines, *_lines(changes, state)]
+    lines = [*(line for each in settings for line in each.lines), *lines]
+    lines += [*scaling_changes(state.scaled, plan.scaled), *_lines(changes, state)]
     problems = [] if force else [*dangers(changes, state.parts)]
     if not _agreed(lines, problems, dry_run, yes):
         return
     # First, so that new workers are placed on by the right policy.
     for each in settings:
         each.apply()
+    state.scaled = [*plan.scaled]
     if changes:
         plan = replace(plan, etcd=state.etcd)
         asyncio.run(_carry_out(changes, folder, state, environment, plan, options, new))
@@ -242,10 +244,11 @@ def _note_admins(state: RunState, plan: Plan, options: ClusterOptions) -> None:
 
 
 def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Changes:
-    changes = compare(state.parts, plan.parts, state.etcd)
+    known = {each.model for each in state.scaled}
+    changes = compare(state.staying, within(plan, state.parts, known), state.etcd)
     # One that has ended is as the file says only once it runs again.
     again = {
-        part.name for part in state.parts if environment != state.environment or not part.identity.alive()
+        part.name for part in state.staying if environment != state.environment or not part.identity.alive()
     }
     if not again:
         return changes

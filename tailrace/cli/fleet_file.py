@@ -28,6 +28,8 @@ from tailrace.service.etcd import etcd_command, find_etcd
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Of front ends whose model may have no instance.
+_WAIT: Final = ("--instance-wait", "600")
 _TRACES: Final = {"monitor": MONITOR_TRACES, "none": None}
 
 
@@ -117,11 +119,16 @@ def _with_model(file: FleetFile, options: ClusterOptions, number: int) -> Cluste
         port=port,
         worker_arguments=(),
         frontend_arguments=(),
+        bounds=None if model.autoscale is None else model.autoscale.bounds,
     )
     try:
-        return with_line(options, arguments_of(model.flags))
+        options = with_line(options, arguments_of(model.flags))
     except (click.UsageError, UsageProblem) as error:
         raise UsageProblem(f"{file.path}: models[{number}].flags: {error.format_message()}") from error
+    if options.bounds is None or options.bounds.least:
+        return options
+    # Before what the file says itself, which counts.
+    return replace(options, frontend_arguments=(*_WAIT, *options.frontend_arguments))
 
 
 def _own_cluster(fleet: Fleet, model: Model, word: str) -> OwnCluster:
@@ -187,11 +194,19 @@ def plan_here(options: ClusterOptions, folder: RunFolder, file: FleetFile | None
     """
     tailrace = [sys.executable, "-m", "tailrace"]
     if file is None or not host:
-        workers = sum(model.workers for model in options.models)
+        workers = sum(
+            model.workers if model.bounds is None else model.bounds.most for model in options.models
+        )
         if workers > LOCAL_WORKERS_MAX:
             raise UsageProblem(
                 f"models[0].replicas: {workers} are too many for one machine; it can have {LOCAL_WORKERS_MAX}"
             )
+        for number, model in enumerate(options.models):
+            if model.bounds is not None and not model.workers and model.frontends > 1:
+                # The first one takes the port for all, once it has an instance.
+                raise UsageProblem(
+                    f"models[{number}].replicas: at least 1 at the start with several front ends"
+                )
         command = partial(_etcd_command, folder, options.tls)
         return make_plan(options, free_ports, command, tailrace, str(folder.data))
     fleet = file.fleet

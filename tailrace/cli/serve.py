@@ -25,6 +25,7 @@ _SUMMARIES: Final = {
     "migration": "Execute migrations; run a second service as a standby.",
     "monitor": "Collect worker reports and publish the cluster's state; run a second monitor as a standby.",
     "ranks": "Run an engine's ranks on another machine than its worker.",
+    "scaler": "Start and stop workers of a local cluster as their load needs them (autoscale in fleet.yaml).",
     "scheduler": "Decide where requests run; run a second scheduler as a standby.",
     "worker": "Run an engine as a member of the fleet.",
 }

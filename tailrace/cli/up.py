@@ -173,10 +173,9 @@ def on_this_machine(options: ClusterOptions, workers: int | None) -> ClusterOpti
     for model, number in zip(options.models, given, strict=True):
         gpus = visible_gpus() if model.engine is Engine.VLLM else ()
         usual = max(1, len(gpus) // model.ranks // len(given)) if gpus else _WORKERS_WITHOUT_GPU
-        models.append(
-            replace(model, workers=number or usual, cores=cores, gpus=gpus, earlier_workers=earlier)
-        )
-        earlier += number or usual
+        here = model.workers if model.bounds is not None else number or usual
+        models.append(replace(model, workers=here, cores=cores, gpus=gpus, earlier_workers=earlier))
+        earlier += here
     models = [replace(model, all_workers=earlier) for model in models]
     return replace(models[0], others=tuple(models[1:]))
 
@@ -215,7 +214,13 @@ def _already_up(folder: RunFolder) -> RunState | None:
         folder.forget()
         return None
     # Without its console the cluster serves as before (tailrace restart console).
-    ended = [part.name for part in state.parts if part.name in ended and part.tier != Tier.CONSOLE]
+    # A worker of a model that is scaled may end at any time.
+    free = {name for each in state.scaled for name in each.names}
+    ended = [
+        part.name
+        for part in state.parts
+        if part.name in ended and part.tier != Tier.CONSOLE and part.name not in free
+    ]
     if ended or not state.ready:
         problem = f"{', '.join(ended)} ended" if ended else "it never became ready"
         raise CliError(f"a cluster is already running, but incomplete ({problem}); tailrace down stops it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ from msgspec import Meta, Struct
 
 from tailrace.address import MalformedAddress, is_ip, parse_address
 from tailrace.bounded import printable, read_regular, shown
-from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.durations import in_seconds
+from tailrace.local.options import Bounds, ClusterOptions, Engine, Front
 from tailrace.policy.parameters import ParameterError, format_value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
 from tailrace.security.options import exposed
@@ -24,6 +26,7 @@ from tailrace.suggestion import did_you_mean
 from tailrace.yaml_errors import yaml_problem
 
 _FILE_BYTES: Final = 1 << 20
+_DAY_S: Final = 86_400.0
 _DEFAULTS: Final = ClusterOptions()
 # A name in addresses, units and folders.
 _NAME: Final = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
@@ -33,7 +36,7 @@ FRONTENDS_MAX: Final = 8
 """Most front ends of a host."""
 
 Name = Annotated[str, Meta(pattern=_NAME)]
-Replicas = Annotated[int, Meta(ge=1, le=5_000)]
+Replicas = Annotated[int, Meta(ge=0, le=5_000)]
 Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$")]
 # A name of Kubernetes's objects.
 Class = Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")]
@@ -81,6 +84,30 @@ class Policy(_Section, frozen=True):
         return {name: format_value(value) for name, value in self.parameters.items()}
 
 
+class Autoscale(_Section, frozen=True):
+    """Bounds within which the number of instances follows their load (docs/scaling.md)."""
+
+    max: Annotated[int, Meta(ge=1, le=1_000, description="Most instances.")]
+    min: Annotated[
+        int, Meta(ge=0, le=1_000, description="Least instances; 0: none while there are no requests.")
+    ] = 0
+    cooldown: Annotated[
+        float | str,
+        Meta(description="How long fewer must be enough before one is stopped: 10m. At most a day."),
+    ] = "5m"
+
+    @property
+    def bounds(self) -> Bounds:
+        """Return the bounds. Raise FleetError."""
+        try:
+            cooldown_s = float(in_seconds(str(self.cooldown)))
+        except ValueError:
+            cooldown_s = math.nan
+        if not 1.0 <= cooldown_s <= _DAY_S:
+            raise FleetError(f"cooldown: {shown(self.cooldown)} is not a duration of 1s to 1d")
+        return Bounds(self.min, self.max, cooldown_s)
+
+
 class Model(_Section, frozen=True):
     """A model with its instances and front ends."""
 
@@ -98,6 +125,10 @@ class Model(_Section, frozen=True):
             description="Number of instances, spread over the hosts, or by host; without: one for each GPU, "
             "or group of GPUs with tensor-parallel-size."
         ),
+    ] = None
+    autoscale: Annotated[
+        Autoscale | None,
+        Meta(description="Bounds of the number of instances; replicas, or min, is the number at the start."),
     ] = None
     frontends: Annotated[
         Annotated[int, Meta(ge=1, le=FRONTENDS_MAX)]
@@ -125,7 +156,9 @@ class Model(_Section, frozen=True):
 
     @property
     def number(self) -> int | None:
-        """Return the number of instances, if it is not given by host."""
+        """Return the number of instances, if it is not given by host; with autoscale, that of the start."""
+        if self.replicas is None and self.autoscale is not None:
+            return self.autoscale.min
         return self.replicas if isinstance(self.replicas, int) else None
 
     @property
@@ -285,6 +318,7 @@ _SECTIONS: Final[Mapping[str, type[Struct]]] = {
     "kubernetes": Kubernetes,
     "models": Model,
     "models.policy": Policy,
+    "models.autoscale": Autoscale,
     "policy": Policy,
 }
 
@@ -410,6 +444,7 @@ def _check(fleet: Fleet) -> None:
             raise FleetError(f"{field}: {shown(address)} is not HOST:PORT {error}".rstrip()) from error
     for at, each in enumerate(fleet.models):
         _check_flags(f"models[{at}]", each)
+        _check_replicas(fleet, at, each)
     _check_models(fleet)
     if fleet.traces not in ("monitor", "none") and not re.match(r"https?://[^\s/]", fleet.traces):
         raise FleetError(f"traces: {shown(fleet.traces)} is not monitor, none or http://HOST:PORT")
@@ -452,6 +487,31 @@ def _check_models(fleet: Fleet) -> None:
                 f"models[{at}]: users know it as {shown(each.served_name)}, and models[{first}] too: "
                 "flags.served-model-name says another name"
             )
+
+
+def _check_replicas(fleet: Fleet, at: int, model: Model) -> None:
+    field, scale = f"models[{at}]", model.autoscale
+    if scale is None:
+        if model.replicas == 0:
+            raise FleetError(f"{field}.replicas: at least 1; none at the start needs autoscale")
+        return
+    try:
+        bounds = scale.bounds
+    except FleetError as error:
+        raise FleetError(f"{field}.autoscale.{error}") from error
+    if bounds.least > bounds.most:
+        raise FleetError(f"{field}.autoscale: min {bounds.least} exceeds max {bounds.most}")
+    if fleet.hosts:
+        raise FleetError(
+            f"{field}.autoscale: on several hosts nobody starts instances so far: one machine, or Kubernetes"
+        )
+    if model.number is None or not bounds.least <= model.number <= bounds.most:
+        raise FleetError(f"{field}.replicas: a number from autoscale.min to autoscale.max")
+    if any(other.model == model.model for other in fleet.models if other is not model):
+        raise FleetError(
+            f"{field}.autoscale: another model has the same `model`, and the load is known by that: a link "
+            "to its folder gives it another name"
+        )
 
 
 def _check_flags(field: str, model: Model) -> None:

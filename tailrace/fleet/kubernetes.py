@@ -18,7 +18,14 @@ from tailrace.fleet.folders import CONTAINER_USER, ETCD_IMAGE, KEYS, SCRAPER, ki
 from tailrace.fleet.hosts import KV_PORT, METRICS_ABOVE, PORTS, STREAM_PORT
 from tailrace.local.certificates import span_certificates
 from tailrace.local.options import ClusterOptions, Engine, Front
-from tailrace.local.plan import PartSpec, Tier, environment_of, frontend_part, worker_part
+from tailrace.local.plan import (
+    PartSpec,
+    Tier,
+    environment_of,
+    frontend_part,
+    scheduler_arguments,
+    worker_part,
+)
 from tailrace.security.access import METHODS
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, FOR_ETCD, KEY
 from tailrace.security.options import exposed
@@ -48,6 +55,9 @@ _RANKS_PORT: Final = 29_600
 # One for each rank and network device.
 _KV_PORTS: Final = range(KV_PORT, KV_PORT + 64)
 _CONSOLE_PORT: Final = 8081
+# Seconds between two looks at the metric; at zero, requests wait for it.
+_POLLING_S: Final = 15
+_POLLING_AT_ZERO_S: Final = 5
 # An hour: an engine loads its model, and a front end waits for the first one.
 _START_TRIES: Final = 360
 _PROBE: Final = {"periodSeconds": 10, "timeoutSeconds": 8}
@@ -139,7 +149,7 @@ def objects(
         "fleet.yaml": [each for part in parts for each in _workload(fleet, options, part)],
         "network.yaml": [*_network(fleet, parts)],
         "monitoring.yaml": [*_monitoring(fleet, parts, alerts)],
-        "scaling.yaml": [_scaled(fleet, options)] if fleet.kubernetes.scale_to else [],
+        "scaling.yaml": [_scaled(fleet, options)] if _most(fleet) else [],
         "route.yaml": [_route(fleet)] if fleet.kubernetes.gateway else [],
     }
     return {name: each for name, each in documents.items() if each}
@@ -159,6 +169,8 @@ def require_possible(fleet: Fleet, options: ClusterOptions) -> None:
         raise FleetError(f"models[0].http: 0.0.0.0:{port}: {model.http} is reached by nobody else in a pod")
     if not (fleet.tls or fleet.insecure):
         raise FleetError("tls: pods need tls: true (or insecure: true in a network of yours alone)")
+    if own.scale_to and model.autoscale is not None:
+        raise FleetError("kubernetes.scale_to: models[0].autoscale.max says it")
     if 0 < own.scale_to < model.number:
         raise FleetError("kubernetes.scale_to: fewer than models[0].replicas")
     if own.certificates == "cert-manager" and not fleet.tls:
@@ -197,10 +209,13 @@ def _parts(fleet: Fleet, options: ClusterOptions) -> list[_Part]:
     keys = ["--api-keys", f"{_KEYS}/{KEYS}"] if fleet.keys else []
     with_keys = replace(options, frontend_arguments=(*options.frontend_arguments, *keys))
     assert model.number is not None and isinstance(model.frontends, int)
+    bounds = [] if options.bounds is None else [options.bounds]
     parts = [
         _Part(service("monitor", "monitor", Tier.CONTROL), 1),
         _Part(service("migration", "migration", Tier.CONTROL, "--journal", f"{_DATA}/migrations.jsonl"), 1),
-        _Part(service("scheduler", "scheduler", Tier.CONTROL), fleet.schedulers),
+        _Part(
+            service("scheduler", "scheduler", Tier.CONTROL, *scheduler_arguments(bounds)), fleet.schedulers
+        ),
         _worker(fleet, options, service),
         _Part(frontend_part(with_keys, service, "frontend", model.http), model.frontends),
     ]
@@ -299,7 +314,7 @@ def _workload(fleet: Fleet, options: ClusterOptions, part: _Part) -> Iterator[Ma
     selector = {"matchLabels": _labels(kind)}
     template = {"metadata": {"labels": _labels(kind)}, "spec": _pod(fleet, options, part)}
     # Who scales sets it.
-    count = {} if kind == "worker" and own.scale_to else {"replicas": part.count}
+    count = {} if kind == "worker" and _most(fleet) else {"replicas": part.count}
     if part.ranks is not None:
         yield _leader_set(fleet, options, part.ranks, template, count)
     elif kind in ("etcd", "worker"):
@@ -320,7 +335,7 @@ def _workload(fleet: Fleet, options: ClusterOptions, part: _Part) -> Iterator[Ma
     # A LeaderWorkerSet has a Service of its own.
     if kind not in ("migration", "console") and part.ranks is None:
         yield _reached(fleet, kind)
-    if part.count > 1 or (kind == "worker" and own.scale_to > 1):
+    if part.count > 1 or (kind == "worker" and _most(fleet) > 1):
         budget = {"maxUnavailable": 1, "selector": selector}
         yield _object("policy/v1", "PodDisruptionBudget", kind, fleet, spec=budget)
 
@@ -739,15 +754,23 @@ def _monitoring(fleet: Fleet, parts: Sequence[_Part], alerts: str) -> Iterator[M
     yield _object("monitoring.coreos.com/v1", "PrometheusRule", "alerts", fleet, spec=rules)
 
 
+def _most(fleet: Fleet) -> int:
+    """Return the most instances that KEDA starts; 0: their number is fixed."""
+    scale = fleet.model.autoscale
+    return fleet.kubernetes.scale_to if scale is None else scale.max
+
+
 def _scaled(fleet: Fleet, options: ClusterOptions) -> Manifest:
     """Return KEDA's object for as many instances as the scheduler asks for (docs/scaling.md)."""
+    scale = fleet.model.autoscale
+    least = fleet.model.number if scale is None else scale.min
     still = {"stabilizationWindowSeconds": 0}
     trigger = {
         "type": "prometheus",
         "metricType": "AverageValue",
         "metadata": {
             "serverAddress": fleet.kubernetes.prometheus,
-            "query": f'max(tailrace_desired_instances{{model="{options.served_name}"}})',
+            "query": f'max(tailrace_desired_instances{{model="{options.model}"}})',
             "threshold": "1",
             "ignoreNullValues": "false",
         },
@@ -757,9 +780,11 @@ def _scaled(fleet: Fleet, options: ClusterOptions) -> Manifest:
         scaled = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
     spec = {
         "scaleTargetRef": {"apiVersion": scaled[0], "kind": scaled[1], "name": "worker"},
-        "minReplicaCount": fleet.model.number,
-        "maxReplicaCount": fleet.kubernetes.scale_to,
-        "pollingInterval": 15,
+        "minReplicaCount": least,
+        "maxReplicaCount": _most(fleet),
+        "pollingInterval": _POLLING_S if least else _POLLING_AT_ZERO_S,
+        # To zero; it is in the metric, too.
+        **({} if least else {"cooldownPeriod": 0}),
         "advanced": {
             # The cool-down is in the metric.
             "horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": still, "scaleDown": still}}

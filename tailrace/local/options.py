@@ -51,11 +51,24 @@ class OwnCluster:
     objectives: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Between which numbers the instances of a model follow their load, and how long fewer must be enough
+    before one is stopped."""
+
+    least: int
+    most: int
+    cooldown_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """A local cluster. Fields without a flag follow from the machine, or from other fields."""
 
+    # With bounds: at the start.
     workers: int = 1
+    # None: their number is fixed.
+    bounds: Bounds | None = None
     engine: Engine = setting(Engine.VLLM, "Engine of the instances.", type=OneOf(Engine))
     policy: str = setting(
         "tailrace",
@@ -120,7 +133,7 @@ class ClusterOptions:
     @property
     def sharing(self) -> int:
         """Return how many workers share this machine."""
-        return self.all_workers or self.workers
+        return max(1, self.all_workers or self.workers)
 
     @property
     def scheme(self) -> str:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from tailrace.local.certificates import OPERATOR, certificate_folder, span_certificates
-from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, Engine, Front
+from tailrace.local.options import (
+    DEFAULT_CLUSTER,
+    MONITOR_TRACES,
+    Bounds,
+    ClusterOptions,
+    Engine,
+    Front,
+)
 from tailrace.local.ports import LOOPBACK
 from tailrace.security.roles import Role
 
@@ -25,6 +33,8 @@ class Tier(enum.StrEnum):
     EDGE = "edge"
     # Nobody waits for it: it starts when everything else is ready.
     CONSOLE = "console"
+    # It starts and stops workers of a complete cluster.
+    SCALER = "scaler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +57,41 @@ class PartSpec:
     # Whether it needs seconds of CPU to start, so that not all of them start at once.
     heavy: bool = False
     timeout_s: float = 60.0
+    # Whether it is a worker whose number follows the load.
+    scaled: bool = False
 
     def option(self, flag: str) -> str:
         """Return the value of a flag of its command; empty if it has none."""
         command = list(self.command)
         return command[command.index(flag) + 1] if flag in command else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledModel:
+    """A model whose number of instances follows `tailrace_desired_instances`, within bounds."""
+
+    # The metric's label.
+    model: str
+    least: int
+    most: int
+    # For how long the metric must be lower before a worker is stopped, besides the schedulers' cool-down.
+    hold_s: float
+    # Names of the schedulers that export the metric.
+    schedulers: Sequence[str]
+    # As many as it may have, in the order in which they start.
+    workers: Sequence[PartSpec]
+    # Values of CUDA_VISIBLE_DEVICES, of which each gets one; empty: there are no GPUs.
+    devices: Sequence[str] = ()
+
+    @property
+    def key(self) -> str:
+        """Return what no other one of the fleet has: clusters may serve the same model."""
+        return self.workers[0].name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of its workers."""
+        return frozenset(spec.name for spec in self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +109,21 @@ class Plan:
     cluster: str = DEFAULT_CLUSTER
     # The addresses of the admin APIs of models' own clusters, by the names of these.
     own: Mapping[str, str] = field(default_factory=dict)
+    # Of their workers, `parts` has those of the start.
+    scaled: Sequence[ScaledModel] = ()
 
     def tier(self, tier: Tier) -> list[PartSpec]:
         """Return the parts of one tier, in order."""
         return [part for part in self.parts if part.tier is tier]
+
+
+def waits_for_worker(spec: PartSpec, scaled: Sequence[ScaledModel], running: Collection[str]) -> bool:
+    """Return whether a part is ready only once the scaler has started a worker: a front end of a model that
+    has none. `running`: names of parts."""
+    model = spec.option("--model")
+    return spec.tier is Tier.FRONTEND and any(
+        each.model == model and each.names.isdisjoint(running) for each in scaled
+    )
 
 
 _GPU_MEMORY = 0.9
@@ -91,6 +142,10 @@ _PROFILE_TIMEOUT_S = 150.0
 
 
 SPANS: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# Of a scheduler (tailrace/scaling.py).
+_WINDOW_S = 60.0
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 # numba, with which vLLM looks for n-grams, would raise the engine's number of threads.
 THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -140,25 +195,40 @@ def make_plan(
     parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port), etcd)]
     if certificates:
         parts = [replace(parts[0], role=Role.ETCD.value)]
+    in_cluster: dict[str, list[ClusterOptions]] = {cluster: [] for cluster in clusters}
+    services_of: dict[str, Callable[..., PartSpec]] = {}
+    for model in options.models:
+        cluster = model.own.name if model.own else options.cluster
+        in_cluster[cluster].append(model)
+        services_of[model.prefix] = partial(service_in, cluster)
     admins: dict[str, str] = {}
+    schedulers_of: dict[str, list[str]] = {}
     for cluster, prefix in clusters.items():
         service = partial(service_in, cluster)
         parts.append(service("monitor", f"{prefix}monitor", Tier.CONTROL))
         journal = f"{data}/{prefix}migrations.jsonl"
         parts.append(service("migration", f"{prefix}migration", Tier.CONTROL, "--journal", journal))
+        following = scheduler_arguments([each.bounds for each in in_cluster[cluster] if each.bounds])
         schedulers = [
-            service("scheduler", _numbered(f"{prefix}scheduler", number, options.schedulers), Tier.CONTROL)
-            for number in range(options.schedulers)
+            service(
+                "scheduler", _numbered(f"{prefix}scheduler", n, options.schedulers), Tier.CONTROL, *following
+            )
+            for n in range(options.schedulers)
         ]
         parts += schedulers
+        schedulers_of[cluster] = [part.name for part in schedulers]
         admins[cluster] = ",".join(part.address for part in schedulers)
-    services_of = {
-        model.prefix: partial(service_in, model.own.name if model.own else options.cluster)
-        for model in options.models
-    }
-    parts += [
-        worker_part(model, services_of[model.prefix], f"{model.prefix}worker", group)
-        for model, group in groups
+    workers: dict[str, list[PartSpec]] = {model.prefix: [] for model in options.models}
+    for model, group in groups:
+        part = worker_part(model, services_of[model.prefix], f"{model.prefix}worker", group)
+        workers[model.prefix].append(replace(part, scaled=model.bounds is not None))
+    for model in options.models:
+        own = workers[model.prefix]
+        parts += own if model.bounds is None else own[: model.workers]
+    scaled = [
+        each
+        for cluster, models in in_cluster.items()
+        for each in _scaled_models(models, workers, schedulers_of[cluster])
     ]
     http = options.edge or f"{options.host}:{options.port}"
     for model in options.models:
@@ -172,6 +242,9 @@ def make_plan(
     admin = admins.pop(options.cluster)
     if options.console:
         parts.append(_console_part(next(addresses), tailrace, admin, certificates, data))
+    if scaled:
+        command = [*tailrace, "serve", "scaler", "--run-dir", str(Path(data).parent)]
+        parts.append(PartSpec("scaler", Tier.SCALER, command, ""))
     return Plan(
         parts=parts,
         environment=environment_of(options, monitors[options.cluster]),
@@ -181,11 +254,56 @@ def make_plan(
         certificates=certificates,
         cluster=options.cluster,
         own=admins,
+        scaled=scaled,
     )
 
 
+def _scaled_models(
+    models: Sequence[ClusterOptions], workers: Mapping[str, Sequence[PartSpec]], schedulers: Sequence[str]
+) -> list[ScaledModel]:
+    """Return those models of a cluster whose number of instances follows the load.
+
+    `workers`: by the prefix of the model; `schedulers`: names of the cluster's.
+    """
+    bounds = [model.bounds for model in models if model.bounds is not None]
+    return [
+        ScaledModel(
+            model=model.model,
+            least=model.bounds.least,
+            most=model.bounds.most,
+            hold_s=model.bounds.cooldown_s - min(each.cooldown_s for each in bounds),
+            schedulers=schedulers,
+            workers=workers[model.prefix],
+            devices=_places(model) if model.engine is Engine.VLLM else (),
+        )
+        for model in models
+        if model.bounds is not None
+    ]
+
+
+def scheduler_arguments(bounds: Sequence[Bounds]) -> list[str]:
+    """Return the options of schedulers whose desired numbers of instances are followed within these bounds.
+
+    What differs by model is up to who follows them.
+    """
+    if not bounds:
+        return []
+    least, cooldown_s = min(each.least for each in bounds), min(each.cooldown_s for each in bounds)
+    arguments = ["--desired-min", str(least), "--desired-cooldown", f"{cooldown_s:g}"]
+    return [*arguments, "--desired-window", f"{cooldown_s:g}"] if cooldown_s < _WINDOW_S else arguments
+
+
+def _places(options: ClusterOptions) -> list[str]:
+    """Return the adjacent GPUs of each worker that has GPUs of its own."""
+    ranks = options.ranks
+    return [",".join(options.gpus[at : at + ranks]) for at in range(0, len(options.gpus) + 1 - ranks, ranks)]
+
+
 def _groups(options: ClusterOptions) -> list[range]:
-    """Return the numbers of the workers that share each process; a vLLM engine needs its own process."""
+    """Return the numbers of the workers that share each process; a vLLM engine, and a worker that is started
+    and stopped by itself, needs its own process."""
+    if options.bounds is not None:
+        return [range(number, number + 1) for number in range(options.bounds.most)]
     separate = options.engine is Engine.VLLM or options.workers <= _PROCESSES_MAX
     size = 1 if separate else _WORKERS_PER_PROCESS
     return [range(first, min(first + size, options.workers)) for first in range(0, options.workers, size)]
@@ -213,7 +331,7 @@ def worker_part(
         # Adjacent GPUs for each worker. A worker that needs more than there are fails with a message.
         places = max(1, len(options.gpus) // options.ranks)
         first = (options.earlier_workers + number) % places * options.ranks
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(options.gpus[first : first + options.ranks])
+        environment[DEVICES] = ",".join(options.gpus[first : first + options.ranks])
         share = _GPU_MEMORY / math.ceil(options.sharing / places)
         arguments += ["--gpu-memory-utilization", f"{share:.3f}"]  # the line's own takes precedence
     part = service("worker", members[0], Tier.WORKER, *arguments, *given)

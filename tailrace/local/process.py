@@ -131,6 +131,12 @@ def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -
     return stopped
 
 
+def ask_to_stop(part: Part) -> None:
+    """Have a part drain and exit; do not wait for it."""
+    if part.identity.alive():
+        _signal(part.identity.pid, signal.SIGTERM)
+
+
 def stop_part(part: Part, drain_s: float, reap: Callable[[], None] = lambda: None) -> None:
     """Stop one part, which may drain for `drain_s` seconds, as `stop_parts` does."""
     _stop_tier([part], reap, drain_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from tailrace.local.certificates import OPERATOR, transport_of
-from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.plan import PartSpec, Tier, waits_for_worker
 from tailrace.local.process import PartFailed, PartProcess, stop_part
 from tailrace.local.progress import Progress, Step
 from tailrace.local.ready import active_in_all, wait_ready
@@ -62,24 +62,31 @@ class Restarter:
         spec = changed or part.spec
         if spec is None:
             raise PartFailed(f"{name} was started by another version; run tailrace down and tailrace up")
-        before = await active_in_all(self._state.admins, self._transport)
+        before = await self._active()
         stopping_s = await self._stop(part, drain_s)
         began_s = time.monotonic()
         process = self._start(spec)
         self._state.parts[number] = process.part
-        await self._use(process, spec, before)
+        self._folder.write(self._state)
+        await self.use(process, spec, before)
         return Restarted(stopping_s, time.monotonic() - began_s)
 
     async def add(self, spec: PartSpec) -> None:
         """Start a part more; return once the cluster uses it. Raise PartFailed; it is not running then."""
-        before = await active_in_all(self._state.admins, self._transport)
-        process = self._start(spec)
-        self._state.parts.append(process.part)
+        before = await self._active()
+        process = self.launch(spec)
         try:
-            await self._use(process, spec, before)
+            await self.use(process, spec, before)
         except PartFailed:
             await self.remove(spec.name, 0.0)
             raise
+
+    def launch(self, spec: PartSpec) -> PartProcess:
+        """Start a part more, and return at once. Raise PartFailed."""
+        process = self._start(spec)
+        self._state.parts.append(process.part)
+        self._folder.write(self._state)
+        return process
 
     async def remove(self, name: str, drain_s: float = DRAIN_S) -> None:
         """Stop a part for good; a worker hands over its requests first."""
@@ -88,11 +95,20 @@ class Restarter:
         self._state.parts.remove(part)
         self._folder.write(self._state)
 
-    async def _use(self, process: PartProcess, spec: PartSpec, before: Mapping[str, str]) -> None:
-        """Wait until a part that was started is ready and in use."""
-        self._folder.write(self._state)
+    async def use(self, process: PartProcess, spec: PartSpec, before: Mapping[str, str]) -> None:
+        """Wait until a part that was started is ready, and all instances of `before`, which were active, are
+        in use again. Raise PartFailed."""
+        running = [part.name for part in self._state.staying if part.identity.alive()]
+        if waits_for_worker(spec, self._state.scaled, running):
+            return
         await wait_ready(process, self._progress, self._state.certificates)
         await self._settle(spec, before)
+
+    async def _active(self) -> dict[str, str]:
+        """Return the incarnations of the active instances that are to stay."""
+        active = await active_in_all(self._state.admins, self._transport)
+        leaving = {part.name for part in self._state.parts if part.leaving}
+        return {name: incarnation for name, incarnation in active.items() if name not in leaving}
 
     async def _stop(self, part: Part, drain_s: float) -> float:
         began_s = time.monotonic()
@@ -138,7 +154,7 @@ class Restarter:
 def find_parts(state: RunState) -> dict[str, Part]:
     """Return the parts by name, in the order of a rolling restart: dependencies first."""
     order = {tier.value: number for number, tier in enumerate(Tier)}
-    return {part.name: part for part in sorted(state.parts, key=lambda part: order.get(part.tier, 0))}
+    return {part.name: part for part in sorted(state.staying, key=lambda part: order.get(part.tier, 0))}
 
 
 def _rotate(log: Path) -> None:

@@ -14,7 +14,7 @@ import grpc
 from tailrace.address import parse_endpoints
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder, transport_of
 from tailrace.local.options import OwnCluster
-from tailrace.local.plan import PartSpec, Plan, Tier
+from tailrace.local.plan import PartSpec, Plan, Tier, waits_for_worker
 from tailrace.local.process import PartFailed, PartProcess, stop_parts
 from tailrace.local.progress import Progress, Step
 from tailrace.local.ready import active_in_all, wait_ready
@@ -82,6 +82,7 @@ class Starter:
             certificates=plan.certificates,
             environment=dict(plan.environment),
             workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER)),
+            scaled=[*plan.scaled],
         )
 
     async def run(
@@ -147,14 +148,21 @@ class Starter:
             await own_settings(cluster).apply(self._plan.own[cluster.name], self._transport)
         # A model's first front end waits for the workers itself, so they can start together. The others share
         # its port, which is possible only once it is registered in the cluster.
-        frontends = self._plan.tier(Tier.FRONTEND)
+        workers = [spec.name for spec in self._plan.tier(Tier.WORKER)]
+        frontends = [
+            spec
+            for spec in self._plan.tier(Tier.FRONTEND)
+            if not waits_for_worker(spec, self._plan.scaled, workers)
+        ]
         first = {spec.http: spec for spec in reversed(frontends)}.values()
         await self._start_all([*self._plan.tier(Tier.WORKER), *first])
         await self._start_all([spec for spec in frontends if spec not in first])
         await self._start_all(self._plan.tier(Tier.EDGE))
         await self._see_workers()
-        # No request needs the console: it starts while the user reads where it will be.
-        for spec in self._plan.tier(Tier.CONSOLE):
+        # No request needs the console: it starts while the user reads where it will be. What needs a worker
+        # that the scaler starts is ready later, too.
+        late = [spec for spec in self._plan.tier(Tier.FRONTEND) if spec not in frontends]
+        for spec in (*late, *self._plan.tier(Tier.CONSOLE), *self._plan.tier(Tier.SCALER)):
             self._progress.show(spec.name, Step.STARTING)
             self._launch(spec)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import IO, Final, Self
 
 import msgspec
 
-from tailrace.local.plan import PartSpec
+from tailrace.local.plan import PartSpec, ScaledModel
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -87,6 +88,9 @@ _DEFAULT: Final = ".run"
 _FILE: Final = "state.json"
 # etcd allocates 64 MB at once.
 _ROOM_BYTES: Final = 100_000_000
+# For how long the scaler holds the lock at most.
+_SCALER_S: Final = 3.0
+_POLL_S: Final = 0.05
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +102,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     # The spec with which it was started; None: started by a version that did not record it.
     spec: PartSpec | None = None
+    # Whether the scaler has told it to stop, and it hands over its work.
+    leaving: bool = False
 
 
 class RunState(msgspec.Struct, kw_only=True):
@@ -133,6 +139,13 @@ class RunState(msgspec.Struct, kw_only=True):
     given: list[str] | None = None
     # Environment of all parts, in addition to that of `tailrace up`.
     environment: dict[str, str] = {}
+    # Models whose number of workers the scaler changes.
+    scaled: list[ScaledModel] = []
+
+    @property
+    def staying(self) -> list[Part]:
+        """Return the parts, without those that the scaler is stopping."""
+        return [part for part in self.parts if not part.leaving]
 
     @property
     def admins(self) -> list[str]:
@@ -234,11 +247,11 @@ class RunFolder:
             )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, patience_s: float = _SCALER_S) -> Iterator[None]:
         """Hold the folder's lock, creating the folder if necessary.
 
-        Raise RunFolderBusy if another process holds it, RunFolderUnusable if the folder cannot be created or
-        written.
+        Raise RunFolderBusy if another process holds it for `patience_s`, RunFolderUnusable if the folder
+        cannot be created or written.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -246,11 +259,20 @@ class RunFolder:
         except OSError as error:
             raise RunFolderUnusable.of(self.path, error) from error
         with lock as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunFolderBusy(f"another tailrace up or down is running in {self.path}") from None
+            deadline = time.monotonic() + patience_s
+            while not _try_lock(file):
+                if time.monotonic() >= deadline:
+                    raise RunFolderBusy(f"another tailrace up or down is running in {self.path}")
+                time.sleep(_POLL_S)
             yield
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def find_state() -> RunState | None:

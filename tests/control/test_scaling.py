@@ -17,7 +17,7 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.steps import NOMINAL as NOMINAL_NAME
 from tailrace.perf.steps import StepModel
 from tailrace.profiles import load_profile
-from tailrace.scaling import DEFAULT_SCALING, DesiredInstances, Need, Scaling, need
+from tailrace.scaling import DEFAULT_SCALING, ONE, DesiredInstances, Need, Scaling, need
 from tailrace.slo import Slo
 from worker_agent.engine.simulated.settings import at_speed
 
@@ -102,6 +102,11 @@ def test_more_on_an_instance_needs_more(
 def test_nothing_needs_nothing() -> None:
     assert needed([instance()], []) == Need(0.0, 0)
     assert needed([], [(100, 100)]) == Need(0.0, 0)
+
+
+def test_a_request_needs_an_instance_whatever_it_holds() -> None:
+    for busy in (instance(running=1), instance(waiting=1), instance(running=1, kv_capacity_tokens=0)):
+        assert needed([busy], []).holding == 1
 
 
 def test_the_number_of_instances_does_not_change_what_a_rate_needs() -> None:
@@ -237,7 +242,7 @@ def test_the_kv_that_is_held_fits_on_whatever_remains(fleet: list[InstanceView],
 
 settings = st.builds(
     Scaling,
-    least=st.integers(1, 5),
+    least=st.integers(0, 5),
     most=st.integers(5, 50),
     up_delay_s=st.floats(0.0, 60.0),
     cooldown_s=st.floats(0.0, 600.0),
@@ -307,6 +312,13 @@ def test_growing_takes_a_delay_and_shrinking_a_cooldown() -> None:
     counts = follow(scaling, 2, [*[low] * 20, *[high] * 20, *[low] * 400])
     assert counts.index(4) == 20 + 10
     assert counts[counts.index(4) :].index(2) + counts.index(4) == 40 + 300
+
+
+def test_zero_ends_at_once_and_begins_after_a_cooldown() -> None:
+    scaling = Scaling(least=0, up_delay_s=10.0, cooldown_s=300.0)
+    counts = follow(scaling, 0, [Need(0.0, 0), ONE, *[Need(0.2, 1)] * 5, *[Need(0.0, 0)] * 400])
+    assert counts[:2] == [0, 1]
+    assert counts.index(0, 1) == 1 + 6 + 300
 
 
 def test_before_the_first_cooldown_no_instance_is_removed() -> None:

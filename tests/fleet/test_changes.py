@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import msgspec
 import pytest
 
 from tailrace.cli.apply import dangers, require_possible
 from tailrace.cli.errors import UsageProblem
-from tailrace.local.change import compare, differing
-from tailrace.local.options import ClusterOptions, Engine, Front, OwnCluster
-from tailrace.local.plan import PartSpec, Tier, make_plan
+from tailrace.local.change import compare, differing, scaling_changes, within
+from tailrace.local.options import Bounds, ClusterOptions, Engine, Front, OwnCluster
+from tailrace.local.plan import DEVICES, PartSpec, Plan, Tier, make_plan
 from tailrace.local.state import Identity, Part, identify
 from tailrace.service.vllm_line import VllmLine
 
@@ -146,3 +147,72 @@ def test_a_model_that_runs_does_not_change_its_cluster() -> None:
     moved = dataclasses.replace(SECOND, own=None)
     with pytest.raises(UsageProblem, match="b-worker-0: a model with a policy or slo of its own"):
         require_possible(compare(both, parts(25_000, **TWO, others=(moved,)), ETCD), both)
+
+
+SCALED = {"engine": Engine.VLLM, "gpus": ("0", "1"), "workers": 1, "bounds": Bounds(0, 3, 60.0)}
+
+
+def scaled_plan(**changes: object) -> Plan:
+    """Return a plan with one scaled model."""
+    options = dataclasses.replace(OPTIONS, **{**SCALED, **changes})  # type: ignore[arg-type]
+    return make_plan(
+        options,
+        lambda count: range(30_000, 30_000 + count),
+        lambda port: ["etcd", f"--port={port}"],
+        ["tailrace"],
+        "/data",
+    )
+
+
+def kept(running_names: list[str], known: bool = True, **changes: object) -> list[str]:
+    """Return the workers that a file wants while these run; one with a star is leaving."""
+    plan = scaled_plan(**changes)
+    specs = {spec.name: spec for spec in plan.scaled[0].workers}
+    specs |= {f"worker-{n}": dataclasses.replace(specs["worker-0"], name=f"worker-{n}") for n in range(4)}
+    found = [
+        msgspec.structs.replace(running([specs[name.rstrip("*")]])[0], leaving=name.endswith("*"))
+        for name in running_names
+    ]
+    parts = within(plan, found, {"/m"} if known else set())
+    assert [spec.name for spec in parts if not spec.scaled] == [
+        spec.name for spec in plan.parts if not spec.scaled
+    ]
+    return [spec.name for spec in parts if spec.scaled]
+
+
+def test_a_file_leaves_the_number_of_scaled_workers_within_bounds() -> None:
+    assert kept([]) == []
+    assert kept(["worker-2", "worker-1"]) == ["worker-1", "worker-2"]
+    assert kept(["worker-0", "worker-1", "worker-2"], bounds=Bounds(0, 2, 60.0)) == ["worker-0", "worker-1"]
+    assert kept(["worker-1"], bounds=Bounds(2, 3, 60.0), workers=2) == ["worker-1", "worker-0"]
+    # What leaves has its name until it has gone.
+    assert kept(["worker-0*"], bounds=Bounds(1, 3, 60.0)) == ["worker-1"]
+    # A model that is new starts as the file says, one whose number was fixed goes on.
+    assert kept([], known=False) == ["worker-0"]
+    assert kept(["worker-0", "worker-1"], known=False) == ["worker-0", "worker-1"]
+
+
+def test_a_scaled_worker_keeps_the_gpus_that_it_got() -> None:
+    plan = scaled_plan()
+    (worker,) = plan.tier(Tier.WORKER)
+    other = dataclasses.replace(worker, environment={**worker.environment, DEVICES: "1"})
+    before = running([other if spec is worker else spec for spec in plan.parts])
+    assert worker.environment[DEVICES] == "0"
+    assert not compare(before, plan.parts, ETCD)
+    (changed,) = compare(before, scaled_plan(worker_arguments=("--x",)).parts, ETCD).changed
+    assert changed.environment[DEVICES] == "1"
+    # The shares of memory do not depend on how many run.
+    assert scaled_plan(gpus=("0",)).scaled[0].workers[2].option("--gpu-memory-utilization") == "0.900"
+
+
+def test_other_bounds_and_other_workers_to_come_are_changes() -> None:
+    old = scaled_plan().scaled
+    assert not [*scaling_changes(old, scaled_plan().scaled)]
+    assert [*scaling_changes(old, scaled_plan(bounds=Bounds(1, 3, 60.0)).scaled)] == [
+        ("/m", "autoscale 0 to 3 -> 1 to 3")
+    ]
+    assert [*scaling_changes((), old)] == [("/m", "autoscale - -> 0 to 3")]
+    assert [*scaling_changes(old, ())] == [("/m", "autoscale 0 to 3 -> -")]
+    assert [*scaling_changes(old, scaled_plan(worker_arguments=("--x",)).scaled)] == [
+        ("/m", "autoscale: workers that start later are other ones")
+    ]

@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.fleet.file import FleetError, json_schema, read_fleet, to_yaml
-from tailrace.local.options import OwnCluster
+from tailrace.fleet.file import FleetError, Model, json_schema, read_fleet, to_yaml
+from tailrace.local.options import Bounds, OwnCluster
 from tests.fleet.files import MODEL, ONE_MACHINE, TWO_HOSTS, changed, read, write
 from tests.waiting import WAIT_S
 
@@ -59,6 +59,10 @@ from tests.waiting import WAIT_S
         ("models.0.flags", {"-tp": 2}, "Expected a text matching regex"),
         ("models.0.flags", {"port": 9000}, "models[0].flags: port: models[0].http says it"),
         ("http", "0.0.0.0:80", "http: an edge on several machines"),
+        ("models.0.replicas", 0, "models[0].replicas: at least 1; none at the start needs autoscale"),
+        ("models.0.autoscale", {"max": 2}, "models[0].autoscale: on several hosts nobody starts instances"),
+        ("models.0.autoscale", {"mox": 2}, "models[0].autoscale: unknown field 'mox' (did you mean 'max'?)"),
+        ("models.0.autoscale", {"max": 0}, "models[0].autoscale.max: Expected a whole number >= 1"),
         (
             "models.0.flags",
             {"x": {"y": datetime.date(2020, 1, 1)}},
@@ -71,6 +75,45 @@ def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, messag
     with pytest.raises(FleetError) as caught:
         read_fleet(path)
     assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"min": 3}, "models[0].autoscale: min 3 exceeds max 2"),
+        ({"cooldown": "soon"}, "models[0].autoscale.cooldown: 'soon' is not a duration of 1s to 1d"),
+        ({"cooldown": 0}, "models[0].autoscale.cooldown: "),
+        ({"cooldown": "2d"}, "models[0].autoscale.cooldown: '2d'"),
+        ({"min": 1, "replicas": 0}, "models[0].replicas: a number from autoscale.min to autoscale.max"),
+        ({"replicas": 3}, "models[0].replicas: a number from"),
+        ({"replicas": {"a": 1}}, "models[0].replicas: "),
+    ],
+)
+def test_bounds_of_the_number_of_instances(tmp_path: Path, model: dict[str, Any], message: str) -> None:
+    own = {"replicas": model.pop("replicas")} if "replicas" in model else {}
+    content = {"models": [{"model": "m", "autoscale": {"max": 2} | model} | own]}
+    with pytest.raises(FleetError) as caught:
+        read_fleet(write(tmp_path, content))
+    assert str(caught.value).split(": ", 1)[1].startswith(message)
+
+
+def test_the_number_at_the_start_is_that_of_replicas_or_the_least(tmp_path: Path) -> None:
+    def read(**model: Any) -> Model:
+        content = {"models": [{"model": "m", "autoscale": {"max": 4, "cooldown": "1.5m"}} | model]}
+        return read_fleet(write(tmp_path, content)).model
+
+    assert (read().number, read(replicas=3).number) == (0, 3)
+    assert read(autoscale={"min": 2, "max": 2}).number == 2
+    scale = read().autoscale
+    assert scale is not None and scale.bounds == Bounds(0, 4, 90.0)
+
+
+def test_models_that_cannot_be_told_apart_are_not_scaled(tmp_path: Path) -> None:
+    models = [
+        {"model": "m", "flags": {"served-model-name": name}, "autoscale": {"max": 1}} for name in ("a", "b")
+    ]
+    with pytest.raises(FleetError, match="another model has the same `model`"):
+        read_fleet(write(tmp_path, {"http": "127.0.0.1:1", "models": models}))
 
 
 @pytest.mark.parametrize(

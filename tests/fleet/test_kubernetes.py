@@ -193,6 +193,34 @@ def test_an_engine_may_span_pods() -> None:
     assert find(scaled, "ScaledObject", "worker")["spec"]["scaleTargetRef"]["kind"] == "LeaderWorkerSet"
 
 
+def test_keda_may_scale_to_zero() -> None:
+    flags = {"served-model-name": "chat"}
+    content = changed(
+        changed(PODS, "models.0.flags", flags), "models.0.autoscale", {"max": 3, "cooldown": "10m"}
+    )
+    content = changed(content, "models.0.replicas", None)
+    made = render(content)
+    spec = find(made, "ScaledObject", "worker")["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["cooldownPeriod"]) == (0, 3, 0)
+    # The label is the workers' --model, whatever users call it.
+    assert f'{{model="{content["models"][0]["model"]}"}}' in spec["triggers"][0]["metadata"]["query"]
+    commands = {kind: pod["containers"][0]["command"] for kind, pod in pods(made).items()}
+    scheduler = commands["scheduler"]
+    assert scheduler[scheduler.index("--desired-min") :] == [
+        "--desired-min",
+        "0",
+        "--desired-cooldown",
+        "600",
+    ]
+    assert "--instance-wait" in commands["frontend"]
+    assert "replicas" not in find(made, "StatefulSet", "worker")["spec"]
+    least = render(changed(content, "models.0.autoscale", {"min": 1, "max": 3}))
+    spec = find(least, "ScaledObject", "worker")["spec"]
+    assert spec["minReplicaCount"] == 1 and "cooldownPeriod" not in spec
+    with pytest.raises(FleetError, match=r"kubernetes.scale_to: models\[0\].autoscale.max says it"):
+        render(changed(content, "kubernetes.scale_to", 3))
+
+
 def test_a_pod_ends_after_its_drain() -> None:
     def life(name: str, kind: str) -> tuple[int, list[str]]:
         spec = pods(fleet(name))[kind]

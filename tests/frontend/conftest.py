@@ -88,6 +88,7 @@ async def open_rig(
     name: str = "f0",
     served: ServedModel | None = None,
     on_models: Callable[[frozenset[str]], None] = lambda models: None,
+    waits: WaitLimits | None = None,
 ) -> AsyncIterator[Rig]:
     """Run a front end without workers."""
     flag = AdmissionFlag(folder / "admission")
@@ -96,9 +97,8 @@ async def open_rig(
         settings = Settings(
             frontend_id=name,
             line=VllmLine(flags={"reasoning_parser": ("tiny",)}),
-            wait_limits=WaitLimits(PLACE_WAIT_S)
-            if served is None
-            else WaitLimits(PLACE_WAIT_S, PLACE_WAIT_S),
+            wait_limits=waits
+            or (WaitLimits(PLACE_WAIT_S) if served is None else WaitLimits(PLACE_WAIT_S, PLACE_WAIT_S)),
             limits=limits,
         )
         engine = FleetEngine(settings, members, channels, flag, folder, registry, None, served, on_models)

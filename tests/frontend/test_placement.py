@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
 from msgspec.structs import replace
 
+from frontend_svc.admission import AdmissionState
 from frontend_svc.fleet import Fleet
 from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen, PlacementClient, _PlacementStream
+from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import TEXT_GENERATION, Requirements, Stream, StreamTable
 from tailrace.cluster import Pool
 from tailrace.records import ServiceRecord
@@ -19,6 +22,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.reachability import Reachability
 from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from tests.frontend.conftest import eventually, open_rig
 from tests.frontend.fleet import record
 from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
@@ -428,3 +432,25 @@ async def test_fallback_placement_does_not_iterate_over_streams(channels: Channe
     # The loss of an instance does not iterate over the streams of others either.
     assert len(table.orphan_all("w0")) == 159
     assert [table.count_owned(name) for name in ("w0", "w1", "w62", "w63")] == [0, 159, 158, 0]
+
+
+async def test_where_instances_are_started_on_demand_a_request_waits_for_one(tmp_path: Path) -> None:
+    async with open_rig(tmp_path, Limits(), waits=WaitLimits(WAIT_S, instance_s=WAIT_S)) as rig:
+        asked = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="no instance"))
+        async with scheduler(rig.members, "s0", asked):
+            rig.members.changed()
+            # The API server waits for what the first instance says of its engine; so one is asked for.
+            await eventually(lambda: asked.place_requests != [])
+            assert rig.admission.read() is AdmissionState.OPEN
+            worker = await rig.worker("a")
+            await rig.front.ready()
+            before = len(asked.place_requests)
+            await rig.crash(worker)
+            del rig.members.instances["a"]
+            rig.members.changed()
+            await rig.front.add("r")
+            await eventually(lambda: len(asked.place_requests) > before + 1)
+            assert {each.request_id for each in asked.place_requests[before:]} == {"r"}
+            assert rig.admission.read() is AdmissionState.OPEN
+            asked.answer = placed_on("b")
+            assert (await (await rig.worker("b")).submitted()).request_id == "r"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tailrace.local.options import ClusterOptions, Engine, Front, OwnCluster
-from tailrace.local.plan import PartSpec, Plan, Tier, make_plan
+from tailrace.local.options import Bounds, ClusterOptions, Engine, Front, OwnCluster
+from tailrace.local.plan import PartSpec, Plan, Tier, make_plan, waits_for_worker
 from tailrace.service.vllm_line import VllmLine
 
 OPTIONS = ClusterOptions(
@@ -237,3 +237,34 @@ def test_a_model_with_a_policy_of_its_own_has_a_cluster_of_its_own() -> None:
     assert len({*listening}) == len(listening)
     # Two journals.
     assert parts["migration"].option("--journal") != parts["other-migration"].option("--journal")
+
+
+def test_a_scaled_model_has_a_plan_for_each_worker_that_it_may_have() -> None:
+    second = dataclasses.replace(
+        OPTIONS, model="/models/b", prefix="b-", workers=0, bounds=Bounds(0, 2, 600.0), gpus=("0", "1")
+    )
+    third = dataclasses.replace(second, model="/models/c", prefix="c-", bounds=Bounds(1, 1, 30.0), workers=1)
+    plan = _plan(prefix="a-", others=(second, third), edge="127.0.0.1:8000", tls=True)
+    names = [part.name for part in plan.tier(Tier.WORKER)]
+    assert names == ["a-worker-0", "a-worker-1", "a-worker-2", "c-worker-0"]
+    b, c = plan.scaled
+    assert (b.model, b.least, b.most, b.schedulers) == ("/models/b", 0, 2, ["scheduler"])
+    assert [spec.name for spec in b.workers] == ["b-worker-0", "b-worker-1"]
+    assert [*b.devices] == ["0", "1"]
+    # The scheduler has the shortest of the cool-downs, and what follows it the rest.
+    (scheduler,) = (part for part in plan.parts if part.name == "scheduler")
+    assert _option(scheduler, "--desired-min") == "0"
+    assert _option(scheduler, "--desired-cooldown") == _option(scheduler, "--desired-window") == "30"
+    assert (b.hold_s, c.hold_s) == (570.0, 0.0)
+    (scaler,) = plan.tier(Tier.SCALER)
+    assert _option(scaler, "--run-dir") == "/run" and plan.parts[-1] is scaler
+    front_ends = {part.name: part for part in plan.tier(Tier.FRONTEND)}
+    late = [name for name, part in front_ends.items() if waits_for_worker(part, plan.scaled, names)]
+    assert late == ["b-frontend"]
+    assert not waits_for_worker(front_ends["b-frontend"], plan.scaled, ["b-worker-1"])
+
+
+def test_without_a_scaled_model_there_is_no_scaler() -> None:
+    plan = _plan()
+    assert not plan.scaled and not plan.tier(Tier.SCALER)
+    assert not any("--desired-min" in part.command for part in plan.parts)

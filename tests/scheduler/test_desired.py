@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import ActivePolicy, PlainCalls
 from tailrace.lengths import LengthStatistics
+from tailrace.model_identity import ModelIdentity
 from tailrace.records import PolicyRecord, ServiceRecord
 from tailrace.scaling import Scaling
 from tailrace.slo import Slo
@@ -82,6 +84,42 @@ def test_a_model_without_instances_is_desired_once_a_front_end_serves_it() -> No
     scheduler.members.services["frontend", "f"] = front_end
     assert scheduler.sample(1.0) == 1.0
     assert scheduler.exported(ACTIVE) == {"tiny": 0.0}
+
+
+def test_a_request_without_an_instance_makes_one_desired_at_once_until_none_asks() -> None:
+    scheduler = Scheduler(members("a"), replace(SCALING, least=0))
+    front_end = ServiceRecord(
+        kind="frontend", service_id="f", incarnation="1", address="", model="large", model_key="k:w"
+    )
+    scheduler.members.instances["a"] = msgspec.structs.replace(
+        instance("a"), model_identity=ModelIdentity("other", "", "")
+    )
+    set_members(scheduler.state, scheduler.members, 0.0)
+    scheduler.members.services["frontend", "f"] = front_end
+
+    def sample(now_s: float) -> float:
+        scheduler.metrics.sample(now_s)
+        return scheduler.exported()["large"]
+
+    assert sample(0.0) == 0.0
+    scheduler.metrics.asked_in_vain("other", 0.5)
+    assert sample(1.0) == 0.0
+    scheduler.metrics.asked_in_vain("k:w", 1.5)
+    assert sample(2.0) == 1.0
+    # The client has given up; its wish counts for a cool-down.
+    assert [sample(now_s) for now_s in (4.0, 5.0, 9.0)] == [1.0, 1.0, 1.0]
+    assert [sample(now_s) for now_s in (9.5, 10.0)] == [0.0, 0.0]
+
+
+def test_a_model_goes_to_zero_once_nothing_arrives_or_runs() -> None:
+    scheduler = Scheduler(members("a"), replace(SCALING, least=0))
+    report_to(scheduler.state, steady("a", [request("r", prompt_tokens=100)]), 0.0)
+    times_s = [float(second) for second in range(60)]
+    assert scheduler.sample(*times_s) == 1.0
+    report_to(scheduler.state, event("a", "r", GONE, output_tokens=7), 60.0)
+    report_to(scheduler.state, steady("a"), 60.0)
+    assert scheduler.sample(60.0, 64.0) == 1.0
+    assert scheduler.sample(65.0, 66.0) == 0.0
 
 
 def test_a_model_that_has_gone_is_not_exported() -> None:
