@@ -16,7 +16,7 @@ from tailrace.control.runner import ActivePolicy
 from tailrace.members import Members
 from tailrace.model_identity import covers, is_model
 from tailrace.perf.steps import StepModel
-from tailrace.scaling import ONE, DesiredInstances, Need, Scaling, need
+from tailrace.scaling import DesiredInstances, Need, Scaling, need
 from tailrace.telemetry.incidents import guarded
 
 LOOP: Final = "desired instances"
@@ -97,10 +97,9 @@ class DesiredMetrics(Collector):
         known.update(needed, self._active_instances(model), now_s)
 
     def _need(self, model: str, now_s: float) -> Need:
-        if not self._active_instances(model) and self._is_waited_for(model):
-            return ONE
         instances, lengths = self._state.instances_of(model), self._state.demand(model, now_s)
-        return need(instances, lengths, self._active.slo, self._scaling, self._nominal)
+        needed = need(instances, lengths, self._active.slo, self._scaling, self._nominal)
+        return needed._replace(holding=max(needed.holding, self._is_waited_for(model)))
 
     def _is_waited_for(self, model: str) -> bool:
         """Return whether requests at this model's front ends wait for an instance."""

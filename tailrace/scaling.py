@@ -95,12 +95,8 @@ class Need(NamedTuple):
     # To serve it within the SLOs at the target utilization; a fraction.
     serving: float
     # To hold the KV of the requests that are running, whichever instances these are; at least one while there
-    # are requests.
+    # are requests, also those that wait for an instance.
     holding: int
-
-
-ONE: Final = Need(0.0, 1)
-"""What requests need that wait for the first instance of their model."""
 
 
 class _Load(NamedTuple):

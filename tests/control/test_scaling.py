@@ -17,7 +17,7 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.steps import NOMINAL as NOMINAL_NAME
 from tailrace.perf.steps import StepModel
 from tailrace.profiles import load_profile
-from tailrace.scaling import DEFAULT_SCALING, ONE, DesiredInstances, Need, Scaling, need
+from tailrace.scaling import DEFAULT_SCALING, DesiredInstances, Need, Scaling, need
 from tailrace.slo import Slo
 from worker_agent.engine.simulated.settings import at_speed
 
@@ -316,7 +316,7 @@ def test_growing_takes_a_delay_and_shrinking_a_cooldown() -> None:
 
 def test_zero_ends_at_once_and_begins_after_a_cooldown() -> None:
     scaling = Scaling(least=0, up_delay_s=10.0, cooldown_s=300.0)
-    counts = follow(scaling, 0, [Need(0.0, 0), ONE, *[Need(0.2, 1)] * 5, *[Need(0.0, 0)] * 400])
+    counts = follow(scaling, 0, [Need(0.0, 0), Need(0.0, 1), *[Need(0.2, 1)] * 5, *[Need(0.0, 0)] * 400])
     assert counts[:2] == [0, 1]
     assert counts.index(0, 1) == 1 + 6 + 300
 
