@@ -10,7 +10,7 @@ import msgspec
 from worker_agent.engine.base import Exported, ExportedPause, KvShape, Staging
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
-from worker_agent.engine.simulated.request import Request, RequestTable, State
+from worker_agent.engine.simulated.request import Request, SimulatedRequests, State
 from worker_agent.engine.simulated.scheduler import Scheduler
 from worker_agent.engine.simulated.settings import Faults
 
@@ -25,12 +25,12 @@ class SamplingState(msgspec.Struct, array_like=True):
     output_tokens: int
 
 
-class Exports:
+class SimulatedExports:
     """Requests being exported to other engines; `Request.exporting` tells which."""
 
     def __init__(
         self,
-        table: RequestTable,
+        table: SimulatedRequests,
         scheduler: Scheduler,
         codec: KvCodec,
         shape: KvShape,

@@ -18,7 +18,7 @@ from worker_agent.engine.import_queue import ImportQueue
 from worker_agent.engine.simulated.exports import YIELD_BYTES, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader
-from worker_agent.engine.simulated.request import Request, RequestTable, State
+from worker_agent.engine.simulated.request import Request, SimulatedRequests, State
 from worker_agent.engine.simulated.scheduler import Scheduler
 from worker_agent.engine.simulated.settings import Faults
 
@@ -42,12 +42,12 @@ class _ReservedImport:
         return len(self.request.blocks if self.slots is None else self.slots)
 
 
-class Imports:
+class SimulatedImports:
     """Requests being imported from other engines."""
 
     def __init__(
         self,
-        table: RequestTable,
+        table: SimulatedRequests,
         scheduler: Scheduler,
         reader: RequestReader,
         codec: KvCodec,
