@@ -101,7 +101,7 @@ class Export:
 
     def __init__(self, parts: SourceParts, lease: Lease) -> None:
         self._parts = parts
-        # Delivers its commands and signals.
+        # The stream to the target. Commands come from its inbox, and so does what the front end says.
         self.lease = lease
         self._request_id = ""
         self._target_instance_id = ""
@@ -209,13 +209,17 @@ class Export:
     async def _handle(self, item: Item | None) -> ExportOutcome | None:
         match item:
             case Released():
+                # By the front end, which has accepted the target.
                 return self._released()
             case Ended(reason):
+                # The request was aborted, or its front end is gone.
                 self._reason = reason
                 return ExportOutcome.GONE
             case Owned():
+                # The answer to a query, later than it was waited for.
                 return None
             case Broken(reason):
+                # The target, or the stream to it.
                 return await self._on_target_lost(reason)
             case None:
                 return await self._on_target_lost("the target fell silent")
