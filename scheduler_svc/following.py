@@ -19,7 +19,7 @@ from typing import Final, Generic, TypeVar
 from scheduler_svc.admin.validation import policy_record
 from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
 from tailrace.control.events import PolicyFollowed
-from tailrace.control.guard import Call, PolicyGuard
+from tailrace.control.guard import PolicyCall, PolicyGuard
 from tailrace.control.live import LiveControl
 from tailrace.records import PolicyRecord, encode_policy, resumed, suspended
 from tailrace.service.watchdog import restart_process, watched_calls
@@ -154,14 +154,14 @@ class Following:
         return next((call for guard in self._guards() if (call := guard.call) is not None), None)
 
     def _on_late(self, call: object) -> None:
-        assert isinstance(call, Call)
+        assert isinstance(call, PolicyCall)
         for guard in self._guards():
             # In the watchdog's thread: by the next line the call may have ended, and another one begun.
             if guard.call is call:
                 guard.stuck = call
 
     def _on_hung(self, call: object, seconds: float) -> None:
-        assert isinstance(call, Call)
+        assert isinstance(call, PolicyCall)
         what, name, active = call.what, call.of.name, self._control.active
         log.critical(
             "policy %s has not returned from %s for %.1f s: restarting without it", name, what, seconds

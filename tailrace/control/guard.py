@@ -69,8 +69,8 @@ class PolicyGuard:
         self._in_a_row: dict[DecisionPoint, int] = {}
         self.on_suspend: Callable[[str], None] = lambda why: None
         # The call in progress, and the one that its watcher found to be much too late.
-        self.call: Call | None = None
-        self.stuck: Call | None = None
+        self.call: PolicyCall | None = None
+        self.stuck: PolicyCall | None = None
 
     def place(self, policy_in_force: PolicyInForce, question: PlaceQuestion) -> Placement:
         """Return the policy's placement, or that of `least_loaded`."""
@@ -84,7 +84,7 @@ class PolicyGuard:
     @contextmanager
     def loading(self, record: PolicyRecord) -> Iterator[None]:
         """Show the watcher that a policy is loaded during the block."""
-        self.call = Call(record, "load")
+        self.call = PolicyCall(record, "load")
         try:
             yield
         finally:
@@ -98,7 +98,7 @@ class PolicyGuard:
             self._in_a_row.clear()
         in_a_row = self._in_a_row.get(point, 0)
         waited_s = self._waited_s() if in_a_row else 0.0
-        call = self.call = Call(policy_in_force, point.value)
+        call = self.call = PolicyCall(policy_in_force, point.value)
         answer: T | None = None
         why = ""
         began_s = time.perf_counter()
@@ -140,7 +140,7 @@ def patient_guard() -> PolicyGuard:
     return PolicyGuard(LoggedOnce(), Budgets(math.inf, math.inf, sys.maxsize))
 
 
-class Call(NamedTuple):
+class PolicyCall(NamedTuple):
     """A call of a policy's code in progress, for whoever watches that it ends."""
 
     # The policy that was asked, or the record of the one that is being loaded.

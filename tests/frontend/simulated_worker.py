@@ -13,7 +13,7 @@ from tailrace.service.message_stream import serve_streams
 from tailrace.v1 import worker_pb2
 from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
-from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
 from worker_agent.frontends import FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.load import Heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
@@ -53,7 +53,7 @@ class SimulatedWorker:
     disappears and its port is closed."""
 
     def __init__(
-        self, instance_id: str, settings: SimulatedSettings, faults: Faults, says_goodbye: bool
+        self, instance_id: str, settings: SimulatedSettings, faults: SimulatedFaults, says_goodbye: bool
     ) -> None:
         self.instance_id = instance_id
         self.address = ""

@@ -14,7 +14,7 @@ from tailrace.cluster import Phase
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, Fleet
 from worker_agent.engine.base import EngineStats, RequestStats
-from worker_agent.engine.step_times import LARGE_STEPS_MIN, SMALL_STEPS_MIN, StepTimes
+from worker_agent.engine.step_times import LARGE_STEPS_MIN, SMALL_STEPS_MIN, RecentStepTimes
 from worker_agent.progress import StepBounds, StepProgress, watch_progress
 
 IDLE = EngineStats(
@@ -57,7 +57,7 @@ def test_hang_limit_follows_from_earlier_steps(expected_s: float | None, max_s: 
 
 
 def test_too_few_steps_leave_the_default_limit() -> None:
-    times = StepTimes()
+    times = RecentStepTimes()
     for _ in range(SMALL_STEPS_MIN - 1):
         times.add(0.01, 4)
     assert times.expected_s(4) is None
@@ -75,7 +75,7 @@ def test_too_few_steps_leave_the_default_limit() -> None:
 
 
 def test_effect_of_one_long_step_fades() -> None:
-    times = StepTimes()
+    times = RecentStepTimes()
     times.add(60.0, 4)
     for _ in range(500):
         times.add(0.01, 4)
@@ -87,7 +87,7 @@ def test_effect_of_one_long_step_fades() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.001, 100.0), st.integers(1, 4096)), min_size=1, max_size=300))
 def test_no_observed_step_counts_as_a_hang(steps: list[tuple[float, int]]) -> None:
-    times, bounds = StepTimes(), StepBounds(0.0, math.inf)
+    times, bounds = RecentStepTimes(), StepBounds(0.0, math.inf)
     for seconds, tokens in steps:
         times.add(seconds, tokens)
     for seconds, tokens in steps:

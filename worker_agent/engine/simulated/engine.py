@@ -49,8 +49,8 @@ from worker_agent.engine.simulated.reader import RequestReader, answer_utility
 from worker_agent.engine.simulated.request import Request, SimulatedRequests, State, predicted_remaining
 from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
 from worker_agent.engine.simulated.script import read_vocabulary
-from worker_agent.engine.simulated.settings import Faults, SimulatedSettings, at_speed
-from worker_agent.engine.step_times import RecentIntervals, StepTimes
+from worker_agent.engine.simulated.settings import SimulatedFaults, SimulatedSettings, at_speed
+from worker_agent.engine.step_times import RecentIntervals, RecentStepTimes
 from worker_agent.engine.turns import remaining_prefill_s
 
 # Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.
@@ -71,10 +71,14 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, settings: SimulatedSettings, *, faults: Faults | None = None, clock: Clock | None = None
+        self,
+        settings: SimulatedSettings,
+        *,
+        faults: SimulatedFaults | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`clock` defaults to the running event loop. Raise RuntimeError for invalid settings."""
-        self.faults = faults or Faults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
+        self.faults = faults or SimulatedFaults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
         self._settings = settings
         try:
             named = settings.profile
@@ -115,7 +119,7 @@ class SimulatedEngine:
         self._clock = clock
         self._timer: Timer | None = None
         self._step: Step | None = None
-        self._times = StepTimes()
+        self._times = RecentStepTimes()
         # When the current step began, when it is due to end, and when the previous one ended.
         self._began_s = 0.0
         self._due_s = 0.0

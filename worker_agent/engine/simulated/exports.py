@@ -12,7 +12,7 @@ from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.request import Request, SimulatedRequests, State
 from worker_agent.engine.simulated.scheduler import Scheduler
-from worker_agent.engine.simulated.settings import Faults
+from worker_agent.engine.simulated.settings import SimulatedFaults
 
 # Bytes processed before yielding to the event loop: about a millisecond of work.
 YIELD_BYTES: Final = 4 << 20
@@ -35,7 +35,7 @@ class SimulatedExports:
         codec: KvCodec,
         shape: KvShape,
         replay_reason: str,
-        faults: Faults,
+        faults: SimulatedFaults,
     ) -> None:
         self._table = table
         self._scheduler = scheduler

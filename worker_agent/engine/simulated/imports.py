@@ -20,7 +20,7 @@ from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader
 from worker_agent.engine.simulated.request import Request, SimulatedRequests, State
 from worker_agent.engine.simulated.scheduler import Scheduler
-from worker_agent.engine.simulated.settings import Faults
+from worker_agent.engine.simulated.settings import SimulatedFaults
 
 _state = msgspec.msgpack.Decoder(SamplingState)
 
@@ -52,7 +52,7 @@ class SimulatedImports:
         reader: RequestReader,
         codec: KvCodec,
         shape: KvShape,
-        faults: Faults,
+        faults: SimulatedFaults,
     ) -> None:
         self._table = table
         self._scheduler = scheduler

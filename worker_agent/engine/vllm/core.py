@@ -25,7 +25,7 @@ from worker_agent.engine.vllm.imports import ReservedImport, VllmImports
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.lockstep import Lockstep
 from worker_agent.engine.vllm.outputs import OutputWriter
-from worker_agent.engine.vllm.pinned import Loans, Pinned
+from worker_agent.engine.vllm.pinned import Pinned, VllmLoans
 from worker_agent.engine.vllm.predictions import LengthWatch
 from worker_agent.engine.vllm.requests import VllmRequests
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
@@ -52,7 +52,7 @@ class EngineParts:
     submissions: Submissions
     exports: VllmExports
     imports: VllmImports
-    loans: Loans
+    loans: VllmLoans
     fetches: Fetches
     utility: VllmUtilities
     watch: LengthWatch | None
@@ -191,7 +191,7 @@ class EngineThread:
             submissions=Submissions(core, table, imports, writer, self._deliver),
             exports=VllmExports(core, table, self.post),
             imports=imports,
-            loans=Loans(core, self.post),
+            loans=VllmLoans(core, self.post),
             fetches=Fetches(core, self.post),
             utility=VllmUtilities(core),
             # Hidden states can only be observed in the process that computes them.

@@ -12,7 +12,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.engine.step_times import RecentIntervals, StepTimes
+from worker_agent.engine.step_times import RecentIntervals, RecentStepTimes
 from worker_agent.engine.vllm.requests import VllmRequests
 
 # Plain ints, because enum operators take a microsecond each, and these are used for every token.
@@ -34,7 +34,7 @@ class OutputWriter:
         # Those of the latter that were loaded from host memory or by another connector.
         self.loaded_prompt_tokens = 0
         self.intervals = RecentIntervals()
-        self.times = StepTimes()
+        self.times = RecentStepTimes()
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs] | None) -> list[StepColumns]:
         """Return the columns of one engine step, and remove requests that finished in it from the table."""

@@ -100,7 +100,7 @@ class _Opening:
     done: OnOpened
 
 
-class Loans:
+class VllmLoans:
     """All loans of this engine, by ID."""
 
     def __init__(self, core: LoadedCore, post: Callable[[Callable[[], None]], None]) -> None:
