@@ -3,7 +3,8 @@ engine.
 
 With `--against clear`: Tailrace with certificates against Tailrace without; `--against edge`: behind an edge
 against without one. With `--against FOLDER`: this checkout against another one in which `make install` has
-been run, for instance an earlier revision.
+been run, for instance an earlier revision. `--step-ms 20`: two simulated engines that take every stream and
+whose steps always take so long, so that what is between them and the client is measured, not they.
 
 Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
 The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
@@ -18,17 +19,21 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from tailrace.profiles import load_profile
 from tests.harness.loadgen import StreamResult, completion_request, percentile, run_streams
 from tests.harness.report import machine, save
-from tests.harness.servers import MODEL, Server, TailraceCluster, VllmServe
+from tests.harness.servers import MODEL, Engines, Server, TailraceCluster, VllmServe
 from tests.harness.usage import cpu_seconds
 
 _LOWER_IS_BETTER = ("ttft_ms", "gap_p50_ms", "gap_p99_ms", "cpu_s_per_1000")
@@ -189,15 +194,26 @@ def _print_parts(loads: Sequence[dict[str, object]], console: Console) -> None:
         console.print(f"  CPU ms per 1,000 tokens at {load}: {spent}")
 
 
-def _pair(against: str, engine: str, front: str, rust: Path) -> Pair:
+def paced(step_ms: float, folder: Path) -> Engines:
+    """Return two engines with constant steps. `folder`: for their profile, while they run."""
+    profile = load_profile("llama-3.1-8b-h100")
+    prefill = replace(profile.prefill, base_ms=step_ms, ms_per_token=0.0, ms_per_token_squared=0.0)
+    decode = replace(profile.decode, base_ms=step_ms, ms_per_request=0.0, ms_per_kv_token=0.0)
+    file = folder / "paced.json"
+    file.write_bytes(
+        msgspec.json.encode(replace(profile, name=f"{step_ms:g} ms", prefill=prefill, decode=decode))
+    )
+    return Engines("simulated", 2, (f"profile={file}", "max_num_seqs=4096"))
+
+
+def _pair(against: str, engines: Engines, front: str, rust: Path) -> Pair:
     """Return the two servers of a comparison."""
-    common = ["--workers", "1", "--no-traces"]
+    common = engines.arguments()
     if against == "vllm":
         return Pair(
-            lambda: TailraceCluster(f"tailrace, {front}", common, front),
+            lambda: TailraceCluster(f"tailrace, {front}", ["--workers", "1", "--no-traces"], front),
             lambda: VllmServe(f"vllm serve, {front}", rust if front == "rust" else None),
         )
-    common += ["--engine", engine]
     if against == "clear":
         return Pair(
             lambda: TailraceCluster(f"with certificates, {front}", [*common, "--tls"], front),
@@ -205,7 +221,7 @@ def _pair(against: str, engine: str, front: str, rust: Path) -> Pair:
         )
     if against == "edge":
         return Pair(
-            lambda: TailraceCluster(f"behind an edge, {front}", (), front, edge_for=engine),
+            lambda: TailraceCluster(f"behind an edge, {front}", (), front, edge_for=engines),
             lambda: TailraceCluster(f"without an edge, {front}", common, front),
         )
     other = _installed(Path(against))
@@ -239,18 +255,28 @@ def main() -> int:
         "installed",
     )
     parser.add_argument("--engine", choices=["vllm", "simulated"], default="vllm", help="unless against vllm")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="simulated engines whose steps take so long",
+    )
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
     console = Console(stderr=options.output == "json")
+    if options.step_ms and options.against == "vllm":
+        parser.error("--step-ms: vllm serve has no simulated engine; say what else to compare --against")
     rust = Path(sys.executable).parent / "vllm-rs"
     pairs: list[dict[str, object]] = []
     console.print(f"on {machine()}")
-    for front in options.fronts:
-        if front == "rust" and not rust.exists():
-            console.print("no vllm-rs (scripts/install.sh --rust installs it): skipping the Rust pair")
-            continue
-        servers = _pair(options.against, options.engine, front, rust)
-        pairs.append(compare(servers, options.streams, options.tokens, options.rounds, console))
+    with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
+        engines = paced(options.step_ms, Path(folder)) if options.step_ms else Engines(options.engine)
+        for front in options.fronts:
+            if front == "rust" and not rust.exists():
+                console.print("no vllm-rs (scripts/install.sh --rust installs it): skipping the Rust pair")
+                continue
+            servers = _pair(options.against, engines, front, rust)
+            pairs.append(compare(servers, options.streams, options.tokens, options.rounds, console))
     figures: dict[str, object] = {"tokens_per_stream": options.tokens, "pairs": pairs}
     name = {"vllm": "stream", "clear": "stream-tls", "edge": "stream-edge"}.get(
         options.against, "stream-revisions"

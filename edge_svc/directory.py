@@ -15,6 +15,7 @@ from tailrace.records import AdapterRecord, ServiceRecord
 
 # What vllm-rs answers with 404 or 400 (docs/api-servers.md).
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
+_ONE: Final = frozenset({b"", b"1", b"null"})
 _RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
 
@@ -22,7 +23,8 @@ class Asked(msgspec.Struct):
     """What a body says about who can answer it."""
 
     model: str | None = None
-    n: int | None = None
+    # Whether it is what it should be, front ends say.
+    n: msgspec.Raw = msgspec.Raw(b"")
     # A text, its tokens, or a list of these.
     prompt: msgspec.Raw = msgspec.Raw(b"")
 
@@ -94,6 +96,21 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
     return Directory(names, tuple(clusters))
 
 
+def merged(directories: Iterable[Directory]) -> Directory:
+    """Return one directory. The first one that has a name keeps it, and a model with all its names."""
+    names: dict[str, Served] = {}
+    clusters: list[Endpoints] = []
+    models: set[str] = set()
+    for each in directories:
+        own = [served for served in each.names.values() if served.model not in models]
+        for served in own:
+            names.setdefault(served.name, served)
+        used = {name for served in own for name in (served.rust, served.python)}
+        clusters += [endpoints for endpoints in each.clusters if endpoints.cluster in used]
+        models |= {served.model for served in own}
+    return Directory(names, tuple(clusters))
+
+
 def _cluster(model: str, kind: str, addresses: list[str]) -> str:
     """Return a name that is fit for a file, which no two models share."""
     return f"{kind}-{blake2b(model.encode(), digest_size=16).hexdigest()}" if addresses else ""
@@ -101,4 +118,4 @@ def _cluster(model: str, kind: str, addresses: list[str]) -> str:
 
 def _rust_can(path: str, asked: Asked) -> bool:
     several = _SEVERAL.match(asked.prompt) is not None
-    return path in _RUST_PATHS and (asked.n or 1) == 1 and not several
+    return path in _RUST_PATHS and bytes(asked.n) in _ONE and not several

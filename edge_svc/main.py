@@ -19,10 +19,12 @@ import msgspec
 from aiohttp import web
 
 from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, Bounds, bootstrap
-from edge_svc.directory import Directory, directory
+from edge_svc.directory import Directory, directory, merged
+from edge_svc.model_clusters import ModelClusters
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
 from tailrace.address import MalformedAddress, parse_address
+from tailrace.bounded import shown
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.options import exposed
 from tailrace.service.options import CommonOptions, common_options
@@ -32,6 +34,7 @@ from tailrace.service.settings import setting, settings_options
 from tailrace.service.sockets import ListenError, listen_problem
 from tailrace.service.tasks import supervised
 from tailrace.store.membership import Membership
+from tailrace.store.store import Store
 from tailrace.tenancy.file import KeyFile, KeyFileUnusable
 
 log = logging.getLogger(__name__)
@@ -92,7 +95,8 @@ class Settings:
 def command(common: CommonOptions, settings: Settings) -> None:
     """Serve all models of the fleet at one HTTP address.
 
-    Each request goes to the front ends of the model that it names. Edges of one cluster may share a port.
+    Each request goes to the front ends of the model that it names, in its --cluster or in one that belongs to
+    it (CLUSTER.NAME). Edges of one cluster may share a port.
     """
     try:
         parse_address(settings.http)
@@ -117,16 +121,24 @@ def command(common: CommonOptions, settings: Settings) -> None:
 class Follower:
     """Follow which front ends there are, and have the proxy send requests to them."""
 
-    def __init__(self, members: Membership, proxy: Proxy) -> None:
+    def __init__(self, members: Membership, store: Store, proxy: Proxy) -> None:
         self._members = members
         self._proxy = proxy
         self._changed = asyncio.Event()
+        self.below = ModelClusters(store, self._changed.set)
         self.directory = Directory({}, ())
+        self._hidden: list[str] = []
         members.add_listener(self._changed.set)
 
     def route(self) -> None:
         """Read the members once. Raise OSError."""
-        self.directory = directory(self._members.services.values(), self._members.adapters.values())
+        own = directory(self._members.services.values(), self._members.adapters.values())
+        self.directory = merged([own, *self.below.directories])
+        found = (each for below in self.below.directories for each in below.names.values())
+        hidden = sorted({each.name for each in found if self.directory.names.get(each.name) is not each})
+        if hidden and hidden != self._hidden:
+            log.warning("another cluster has these names first: %s", shown(", ".join(hidden)))
+        self._hidden = hidden
         self._proxy.route(self.directory.clusters)
 
     async def run(self) -> None:
@@ -150,11 +162,14 @@ async def serve(
         members = service.members
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-edge-")))
         proxy = Proxy(executable, folder, settings.threads)
-        follower = Follower(members, proxy)
+        follower = Follower(members, service.store, proxy)
+        await stack.enter_async_context(follower.below.following())
         follower.route()
         await stack.enter_async_context(supervised({"routes": follower.run}))
         answers = Answers(lambda: follower.directory, keys, settings.bounds, service.registry)
-        runner = web.AppRunner(answers.app(), access_log=None)
+        # A path or a header may be as long as Envoy allows.
+        longest = settings.bounds.max_header_kib << 10
+        runner = web.AppRunner(answers.app(), access_log=None, max_line_size=longest, max_field_size=longest)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.UnixSite(runner, str(folder / "edge.sock"), backlog=2 * EDGE_CONNECTIONS).start()

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter
 
 from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS, Bounds
@@ -61,7 +62,7 @@ class Answers:
     def app(self) -> web.Application:
         """Return the server's application."""
         # Envoy bounds what comes.
-        app = web.Application(client_max_size=1 << 31)
+        app = web.Application(client_max_size=1 << 31, middlewares=[_as_openai])
         app.router.add_route("*", KEY_CHECK + "{path:.*}", self._check_key)
         app.router.add_route("*", MODEL_CHOICE + "{path:.*}", self._choose_model)
         for path in OWN_PATHS:
@@ -69,7 +70,8 @@ class Answers:
         return app
 
     async def _check_key(self, request: web.Request) -> web.Response:
-        if self._owner(request) is not None:
+        # A browser asks without the key whether it may send it.
+        if request.method == "OPTIONS" or self._owner(request) is not None:
             return web.Response()
         self._requests.labels("no key").inc()
         challenge = {"www-authenticate": "Bearer"}
@@ -101,14 +103,18 @@ class Answers:
         body = await request.read()
         try:
             asked = await asyncio.to_thread(_asked, body) if len(body) > _LARGE_BYTES else _asked(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             # A form has its model in a field of its own; with one model there is nothing to choose.
             asked = Asked(model=request.query.get("model"))
             if not _is_form(request) and self._directory().find(None) is None:
                 self._requests.labels("refused").inc()
                 return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", f"The body: {shown(str(error))}")
         asked.model = asked.model or request.query.get("model")
-        served = self._directory().find(asked.model)
+        directory = self._directory()
+        served = directory.find(asked.model)
+        if request.method == "OPTIONS":
+            # About all models alike.
+            served = served or next(iter(directory.names.values()), None)
         if served is None:
             self._requests.labels("no model").inc()
             return self._unknown(asked.model)
@@ -149,6 +155,16 @@ class Answers:
         if self._keys is None:
             return None
         return self._keys.index().bearer(request.headers.get("authorization", ""))
+
+
+@web.middleware
+async def _as_openai(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer as OpenAI does what aiohttp itself refuses, such as a method."""
+    try:
+        return await handler(request)
+    except web.HTTPClientError as error:
+        headers = {"allow": error.headers["allow"]} if "allow" in error.headers else {}
+        return _error(HTTPStatus(error.status), "BadRequestError", error.reason, headers)
 
 
 def _asked(body: bytes) -> Asked:

@@ -19,7 +19,7 @@ from tailrace.json_value import JsonValue
 from tailrace.service.vllm_line import Flags
 
 # Flags that take a list (nargs="+") in vLLM and concern an API server.
-_LISTS: Final = frozenset({"served_model_name", "api_key", "allowed_origins", "lora_modules"})
+_LISTS: Final = frozenset({"served_model_name", "api_key", "lora_modules"})
 
 
 def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets, executable: Path) -> Launch:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from tailrace.address import MalformedAddress, parse_address
+from tailrace.bounded import shown
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
 from tailrace.local.certificates import OPERATOR, certificate_folder
 from tailrace.local.state import RunFolderUnusable, RunState, find_state, none_here
@@ -24,11 +25,13 @@ from tailrace.security.options import TLS_FOLDER, open_transport
 from tailrace.security.roles import OPERATORS, Role
 from tailrace.security.transport import TlsTransport, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX
+from tailrace.suggestion import did_you_mean
 from tailrace.v1.admin_pb2_grpc import AdminStub
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TLS: Final = "tailrace.cli.admin.tls"
+_MODEL: Final = "tailrace.cli.admin.model"
 
 CALL_TIMEOUT_S: Final = 5.0
 """Deadline of all non-streaming calls, in seconds."""
@@ -58,6 +61,21 @@ class Admin:
 
 
 def admin_option(function: F) -> F:
+    """Add `--admin`, `--tls` and `--model`. The command gets `--admin` as `admin`; `connect` reads the others
+    itself."""
+    function = click.option(
+        "--model",
+        # A command may have an argument `model`.
+        "cluster_of",
+        metavar="NAME",
+        expose_value=False,
+        callback=_keep_model,
+        help="In the cluster of `tailrace up`: the model that is meant, if it has a policy of its own.",
+    )(function)
+    return address_option(function)
+
+
+def address_option(function: F) -> F:
     """Add `--admin` and `--tls`. The command gets `--admin` as `admin`; `connect` reads `--tls` itself."""
     function = click.option(
         "--tls",
@@ -85,14 +103,20 @@ class AdminAddress:
     transport: Transport
 
 
-def find_admin(admin: str | None) -> AdminAddress:
-    """Return where the admin API at `admin` is; None: the local cluster's. Raise CliError."""
+def find_admin(admin: str | None, model: str | None = None) -> AdminAddress:
+    """Return where the admin API at `admin` is; None: the local cluster's, or that of the model's cluster in
+    it, by default the one that --model names. Raise CliError."""
     folder: Path | None = given_tls()
+    model = model or _given(_MODEL)
+    if admin and model:
+        raise UsageProblem(
+            "--model: chooses in the cluster of `tailrace up`; --admin (TAILRACE_ADMIN) does not"
+        )
     if admin:
         address = admin
     else:
         state = _local_cluster()
-        address = state.admin
+        address = state.admin if model is None else _of_model(state, model)
         if folder is None and state.certificates:
             folder = Path(certificate_folder(state.certificates, OPERATOR.role.value, OPERATOR.name))
     try:
@@ -107,9 +131,9 @@ CHANNEL_OPTIONS: Final = (("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)
 
 
 @contextmanager
-def connect(admin: str | None) -> Iterator[Admin]:
-    """Connect to the admin API at `admin`; None: at the local cluster's address."""
-    found = find_admin(admin)
+def connect(admin: str | None, model: str | None = None) -> Iterator[Admin]:
+    """Connect to the admin API at `admin`; None: at the local cluster's address, see `find_admin`."""
+    found = find_admin(admin, model)
     transport = found.transport
     with transport.blocking_channel(found.target, Role.SCHEDULER, CHANNEL_OPTIONS) as channel:
         yield Admin(found.text, AdminStub(channel), transport)
@@ -117,12 +141,29 @@ def connect(admin: str | None) -> Iterator[Admin]:
 
 def given_tls() -> Path | None:
     """Return the folder of --tls, or of its environment variable."""
+    folder: Path | None = _given(_TLS)
+    return folder
+
+
+def _given(name: str) -> Any:
     context = click.get_current_context(silent=True)
-    return None if context is None else context.meta.get(_TLS)
+    return None if context is None else context.meta.get(name)
 
 
 def _keep_tls(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
     context.meta[_TLS] = value
+
+
+def _keep_model(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    context.meta[_MODEL] = value
+
+
+def _of_model(state: RunState, model: str) -> str:
+    """Return the address for a name that users send. Raise UsageProblem."""
+    if address := state.models.get(model):
+        return address
+    known = ", ".join(state.models) or "none"
+    raise UsageProblem(f"--model: {shown(model)} is none of {known}{did_you_mean(model, state.models)}")
 
 
 def _local_cluster() -> RunState:

@@ -12,10 +12,11 @@ from typing import Final
 
 import click
 
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, address_option, connect
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.fleet_file import (
     FleetFile,
+    admins_of,
     file_option,
     host_of,
     options_of,
@@ -27,13 +28,14 @@ from tailrace.cli.set import policy_text
 from tailrace.cli.up import on_this_machine
 from tailrace.fleet.hosts import ANYWHERE
 from tailrace.fleet.hosts import admin as admin_address
-from tailrace.local.certificates import certify
+from tailrace.local.certificates import OPERATOR, certify, transport_of
 from tailrace.local.change import Changes, compare, differing
-from tailrace.local.options import MONITOR_TRACES, ClusterOptions
-from tailrace.local.plan import PartSpec, Plan, Tier, environment_of
+from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, OwnCluster
+from tailrace.local.plan import SPANS, PartSpec, Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import Restarter
+from tailrace.local.start import own_settings, set_rights
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import given_objectives, objectives_message
 from tailrace.security.roles import Identity, Role
@@ -48,23 +50,26 @@ from tailrace.v1.admin_pb2 import (
 )
 
 _NOT_NOW: Final = "cannot be changed while the cluster runs; tailrace down, then tailrace up"
-_SPANS: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What differs of policy and SLO, and a line for each."""
+    """What differs of policy and SLO of a cluster, and a line for each."""
 
+    # The cluster, as `connect` takes it.
+    address: str | None
+    model: str | None
     policy: SetPolicyRequest | None
     slo: SetSloRequest | None
     lines: Sequence[tuple[str, str]]
 
-    def apply(self, admin: Admin) -> None:
+    def apply(self) -> None:
         """Make them as the file says."""
-        if self.policy is not None:
-            admin.stub.SetPolicy(self.policy, timeout=CALL_TIMEOUT_S)
-        if self.slo is not None:
-            admin.stub.SetSlo(self.slo, timeout=CALL_TIMEOUT_S)
+        with connect(self.address, self.model) as admin, admin.errors():
+            if self.policy is not None:
+                admin.stub.SetPolicy(self.policy, timeout=CALL_TIMEOUT_S)
+            if self.slo is not None:
+                admin.stub.SetSlo(self.slo, timeout=CALL_TIMEOUT_S)
 
 
 @click.command(epilog="Example: tailrace apply -f fleet.yaml --dry-run")
@@ -73,7 +78,7 @@ class _Settings:
 @click.option("--dry-run", is_flag=True, help="Show what would change.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also change what ends streams.")
-@admin_option
+@address_option
 def apply(file: Path, on: str | None, dry_run: bool, yes: bool, force: bool, admin: str | None) -> None:
     """Bring a running cluster to what the file says, while it serves.
 
@@ -111,19 +116,35 @@ def _apply_here(
     environment = _environment(plan, state, options)
     changes = _changes(plan, state, environment)
     require_possible(changes, state.parts)
-    with connect(None) as admin, admin.errors():
-        settings = _settings(source, admin)
-        lines = [*settings.lines, *_lines(changes, state)]
-        problems = [] if force else [*dangers(changes, state.parts)]
-        if not _agreed(lines, problems, dry_run, yes):
-            return
-        # First, so that new workers are placed on by the right policy.
-        settings.apply(admin)
+    settings = [_settings(source, None)]
+    # Clusters that have no scheduler so far get theirs once they have.
+    new: dict[str, OwnCluster] = {}
+    lines: list[tuple[str, str]] = []
+    for model in options.models:
+        if model.own is None:
+            continue
+        if model.served_name in state.models and _schedulers(state, model.own.name, alive=True):
+            settings.append(_settings(source, None, model))
+        else:
+            new[model.own.name] = model.own
+            text = policy_text(model.own.policy, model.own.policy_parameters)
+            lines.append((f"policy of {model.served_name}", text))
+            lines += [
+                (f"slo of {model.served_name}", f"{name} {value:g}")
+                for name, value in model.own.objectives.items()
+            ]
+    lines = [*(line for each in settings for line in each.lines), *lines, *_lines(changes, state)]
+    problems = [] if force else [*dangers(changes, state.parts)]
+    if not _agreed(lines, problems, dry_run, yes):
+        return
+    # First, so that new workers are placed on by the right policy.
+    for each in settings:
+        each.apply()
     if changes:
-        asyncio.run(_carry_out(changes, folder, state, environment))
+        plan = replace(plan, etcd=state.etcd)
+        asyncio.run(_carry_out(changes, folder, state, environment, plan, options, new))
         # Last: what is interrupted before is carried out by the next apply.
         state.environment = dict(environment)
-        state.admin = plan.admin if state.host else _schedulers(state)
         state.http, state.model = plan.http, options.served_name
         state.workers = sum(len(part.spec.members) for part in state.parts if part.spec is not None)
     state.policy = options.policy
@@ -136,31 +157,45 @@ def _apply_afar(source: FleetFile, address: str | None, dry_run: bool, yes: bool
     fleet = source.fleet
     if not address and not fleet.hosts:
         raise CliError("no cluster is running in this folder; tailrace up -f starts one")
-    with connect(address or admin_address(fleet)) as admin, admin.errors():
-        settings = _settings(source, admin)
-        missing = [*_missing(source, admin)] if fleet.hosts else []
-        if _agreed([*settings.lines, *missing], [], dry_run, yes):
-            settings.apply(admin)
-            click.echo("applied; processes are started on their hosts" if missing else "applied")
+    if any(model.has_cluster for model in fleet.models):
+        raise UsageProblem("models with a policy or slo of their own: only in the folder of tailrace up")
+    address = address or admin_address(fleet)
+    settings = _settings(source, address)
+    missing: list[tuple[str, str]] = []
+    if fleet.hosts:
+        with connect(address) as admin, admin.errors():
+            missing = [*_missing(source, admin)]
+    if _agreed([*settings.lines, *missing], [], dry_run, yes):
+        settings.apply()
+        click.echo("applied; processes are started on their hosts" if missing else "applied")
 
 
-def _settings(source: FleetFile, admin: Admin) -> _Settings:
-    """Compare policy and SLO with those in force."""
-    fleet, lines = source.fleet, []
-    policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+def _settings(source: FleetFile, address: str | None, model: ClusterOptions | None = None) -> _Settings:
+    """Compare policy and SLO of the fleet, or of a model with its own cluster, with those in force."""
+    fleet = source.fleet
+    served, of = None, ""
+    name, given, objectives = fleet.policy.name, fleet.policy.texts, fleet.objectives()
+    if model is not None and model.own is not None:
+        served, of = model.served_name, f" of {model.served_name}"
+        name, given = model.own.policy, {**model.own.policy_parameters}
+        objectives = {**model.own.objectives}
+    lines = []
+    with connect(address, served) as admin, admin.errors():
+        policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+        before = given_objectives(admin.stub.GetSlo(GetSloRequest(), timeout=CALL_TIMEOUT_S).slo)
     active = next((policy for policy in policies if policy.active), None)
-    name, given = fleet.policy.name, fleet.policy.texts
     wanted = policy_text(name, given)
     policy = None
     if active is None or active.name != name or active.suspended or not _equal(active.parameters, given):
         now = "-" if active is None else policy_text(active.name, _changed(active.parameters))
-        lines.append(("policy", f"{now} -> {wanted}"))
+        lines.append((f"policy{of}", f"{now} -> {wanted}"))
         policy = SetPolicyRequest(name=name, parameters=given)
-    before = given_objectives(admin.stub.GetSlo(GetSloRequest(), timeout=CALL_TIMEOUT_S).slo)
-    objectives = {name: value for name, value in fleet.objectives().items() if before.get(name, 0.0) != value}
-    lines += [("slo", f"{name} {before.get(name, 0.0):g} -> {value:g}") for name, value in objectives.items()]
+    objectives = {name: value for name, value in objectives.items() if before.get(name, 0.0) != value}
+    lines += [
+        (f"slo{of}", f"{name} {before.get(name, 0.0):g} -> {value:g}") for name, value in objectives.items()
+    ]
     slo = SetSloRequest(slo=objectives_message(objectives)) if objectives else None
-    return _Settings(policy, slo, lines)
+    return _Settings(address, served, policy, slo, lines)
 
 
 def _equal(parameters: Sequence[PolicyParameter], given: Mapping[str, str]) -> bool:
@@ -182,15 +217,28 @@ def _environment(plan: Plan, state: RunState, options: ClusterOptions) -> Mappin
     """Return the environment of all parts; spans go on to the same monitor."""
     environment = dict(plan.environment)
     monitors = [part.spec for part in state.parts if part.name == "monitor" and part.spec is not None]
-    if options.traces == MONITOR_TRACES and not state.host and monitors and _SPANS not in options.environment:
-        environment[_SPANS] = environment_of(options, monitors[0].address)[_SPANS]
+    if options.traces == MONITOR_TRACES and not state.host and monitors and SPANS not in options.environment:
+        environment[SPANS] = environment_of(options, monitors[0].address)[SPANS]
     return environment
 
 
-def _schedulers(state: RunState) -> str:
-    """Return the addresses of the schedulers that run here."""
-    specs = [part.spec for part in state.parts if part.spec is not None and part.tier == Tier.CONTROL]
-    return ",".join(spec.address for spec in specs if "scheduler" in spec.command)
+def _schedulers(state: RunState, cluster: str, alive: bool = False) -> str:
+    """Return the addresses of the schedulers of a cluster that are to run here, or that do."""
+    return ",".join(
+        part.spec.address
+        for part in state.parts
+        if part.spec is not None
+        and part.tier == Tier.CONTROL
+        and "scheduler" in part.spec.command
+        and (part.spec.option("--cluster") or DEFAULT_CLUSTER) == cluster
+        and (part.identity.alive() or not alive)
+    )
+
+
+def _note_admins(state: RunState, plan: Plan, options: ClusterOptions) -> None:
+    """Have the state say where the admin APIs are."""
+    state.admin = plan.admin if state.host else _schedulers(state, plan.cluster)
+    state.models = admins_of(options, state.admin, {name: _schedulers(state, name) for name in plan.own})
 
 
 def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Changes:
@@ -234,7 +282,13 @@ def require_possible(changes: Changes, running: Sequence[Part]) -> None:
     specs = {part.name: part.spec for part in running if part.spec is not None}
     for new in changes.changed:
         old = specs[new.name]
-        if old.option("--cluster") != new.option("--cluster"):
+        clusters = old.option("--cluster"), new.option("--cluster")
+        if clusters[0] != clusters[1] and any("." in cluster for cluster in clusters):
+            raise UsageProblem(
+                f"{new.name}: a model with a policy or slo of its own has a cluster of its own: apply the "
+                "file without the model, then with it; or tailrace down, then tailrace up"
+            )
+        if clusters[0] != clusters[1]:
             raise UsageProblem(f"cluster: {_NOT_NOW}")
         if tuple(old.members) != tuple(new.members):
             # Their ids would be in use in the old processes.
@@ -259,24 +313,27 @@ def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     gone = set(changes.removed)
     for model, members in _by_model(workers, specs).items():
         alone = len(members) == 1 and members <= touched
-        replaced = any(spec.tier is Tier.WORKER and spec.option("--model") == model for spec in changes.added)
+        replaced = any(spec.tier is Tier.WORKER and _model(spec) == model for spec in changes.added)
         # Its front ends, if they go too, first finish what it has.
         finished = members <= gone and _front_ends(specs, model) <= gone
         if alone and not replaced and not finished:
             yield f"{min(members)}: it is the only worker, and nobody takes over its requests: add one first"
 
 
-def _by_model(workers: set[str], specs: Mapping[str, PartSpec]) -> dict[str, set[str]]:
-    by_model: dict[str, set[str]] = {}
+def _model(spec: PartSpec) -> tuple[str, str]:
+    """Return what a worker's requests can go on with: a model, in its cluster."""
+    return spec.option("--cluster"), spec.option("--model")
+
+
+def _by_model(workers: set[str], specs: Mapping[str, PartSpec]) -> dict[tuple[str, str], set[str]]:
+    by_model: dict[tuple[str, str], set[str]] = {}
     for name in workers & specs.keys():
-        by_model.setdefault(specs[name].option("--model"), set()).add(name)
+        by_model.setdefault(_model(specs[name]), set()).add(name)
     return by_model
 
 
-def _front_ends(specs: Mapping[str, PartSpec], model: str) -> set[str]:
-    return {
-        name for name, spec in specs.items() if spec.tier is Tier.FRONTEND and spec.option("--model") == model
-    }
+def _front_ends(specs: Mapping[str, PartSpec], model: tuple[str, str]) -> set[str]:
+    return {name for name, spec in specs.items() if spec.tier is Tier.FRONTEND and _model(spec) == model}
 
 
 def _missing(source: FleetFile, admin: Admin) -> Iterator[tuple[str, str]]:
@@ -320,20 +377,42 @@ def _outermost_first(names: Sequence[str], state: RunState) -> list[str]:
 
 
 async def _carry_out(
-    changes: Changes, folder: RunFolder, state: RunState, environment: Mapping[str, str]
+    changes: Changes,
+    folder: RunFolder,
+    state: RunState,
+    environment: Mapping[str, str],
+    plan: Plan,
+    options: ClusterOptions,
+    new: Mapping[str, OwnCluster],
 ) -> None:
-    """Start, restart and stop parts, one after another: those first that take over from others."""
+    """Start, restart and stop parts, one after another: those first that take over from others.
+
+    `new`: clusters of models whose policy and SLO are set as soon as they have schedulers.
+    """
     names = [*(spec.name for spec in (*changes.added, *changes.changed)), *changes.removed]
     with make_progress(names, "tailrace apply") as progress:
         restarter = Restarter(folder, state, progress, environment)
         if state.certificates and not state.host:
             certify(state.certificates, (Identity(Role(spec.role), spec.name) for spec in changes.added))
-        for spec in changes.added:
+            if plan.own:
+                await set_rights(plan)
+        control = [spec for spec in changes.added if spec.tier is Tier.CONTROL]
+        restarted = [spec for spec in changes.changed if spec.tier is Tier.CONTROL]
+        for spec in control:
             await restarter.add(spec)
-        for spec in changes.changed:
+        for spec in restarted:
             await restarter.restart(spec.name, changed=spec)
-        if not state.host:
-            # Those that are stopped now may be the ones that answered until now.
-            state.admin = _schedulers(state)
+        # Of those that are stopped below, too: they may be the ones that answer until then.
+        _note_admins(state, plan, options)
+        transport = transport_of(state.certificates, OPERATOR)
+        for name, own in new.items():
+            await own_settings(own).apply(_schedulers(state, name), transport)
+        for spec in changes.added:
+            if spec.tier is not Tier.CONTROL:
+                await restarter.add(spec)
+        for spec in changes.changed:
+            if spec.tier is not Tier.CONTROL:
+                await restarter.restart(spec.name, changed=spec)
         for name in _outermost_first(changes.removed, state):
             await restarter.remove(name)
+    _note_admins(state, plan, options)

@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from tailrace.address import parse_address
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect, given_tls
+from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, address_option, connect, given_tls
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem
 from tailrace.cli.fleet_file import file_option, host_of, options_of, read_fleet_file, require_alone
 from tailrace.cli.line_check import refusal
@@ -25,7 +25,7 @@ from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.options import ClusterOptions
 from tailrace.local.ports import LOOPBACK
 from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, vllm_version
-from tailrace.local.state import RunFolder, find_state
+from tailrace.local.state import RunFolder, RunState, find_state
 from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
 from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
@@ -53,7 +53,7 @@ _MARKS: Final = {Verdict.OK: "ok", Verdict.NOTE: "note", Verdict.PROBLEM: "PROBL
 @file_option(required=False)
 @click.option("--on", metavar="HOST", help="The host of the --file that this machine is, if it has several.")
 @output_option()
-@admin_option
+@address_option
 def doctor(
     etcd: str | None,
     port: int,
@@ -107,7 +107,8 @@ def doctor(
         api_keys=api_keys,
         folder=RunFolder.default().path,
     )
-    findings = [*check_host(host), *chain.from_iterable(map(_flags, served)), *_fleet(admin)]
+    flags = chain.from_iterable(map(_flags, served))
+    findings = [*check_host(host), *flags, *_clusters(admin, cluster)]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if output is Output.JSON:
         print_json({"findings": [asdict(finding) for finding in findings], "problems": problems})
@@ -139,12 +140,26 @@ def _flags(options: ClusterOptions) -> Iterator[Finding]:
     yield Finding("flags", Verdict.PROBLEM, problem, mend) if problem else ok("flags", "vLLM takes them")
 
 
-def _fleet(address: str | None) -> Iterator[Finding]:
-    """Yield what the admin API says of the fleet."""
+def _clusters(address: str | None, state: RunState | None) -> Iterator[Finding]:
+    """Yield what the admin APIs say of the fleet's cluster, and of those of single models."""
+    if address or state is None:
+        yield from _fleet(address)
+        return
+    own = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
+    # Where each model has its own, the fleet's has only the edge.
+    yield from _fleet(None, serves=not own or state.admin in state.models.values())
+    for model in reversed(own.values()):
+        for finding in _fleet(None, model):
+            yield replace(finding, subject=f"{model}: {finding.subject}")
+
+
+def _fleet(address: str | None, model: str | None = None, serves: bool = True) -> Iterator[Finding]:
+    """Yield what the admin API says of one cluster. `serves`: whether it has instances and front ends."""
     try:
-        with connect(address) as admin, admin.errors():
-            yield from _services(admin)
-            yield from _instances(admin)
+        with connect(address, model) as admin, admin.errors():
+            yield from _services(admin, serves)
+            if serves:
+                yield from _instances(admin)
             policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
             for policy in policies:
                 if policy.active and policy.suspended:
@@ -161,13 +176,13 @@ def _fleet(address: str | None) -> Iterator[Finding]:
         yield Finding("fleet", Verdict.PROBLEM, error.message, "correct --admin, or --tls")
 
 
-def _services(admin: Admin) -> Iterator[Finding]:
+def _services(admin: Admin, serves: bool) -> Iterator[Finding]:
     services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
     for kind in _LED:
         if not any(service.leader for service in services if service.kind == kind):
             mend = f"start tailrace serve {kind}, or read its log"
             yield Finding(kind, Verdict.PROBLEM, "none leads", mend)
-    if not any(service.kind == "frontend" for service in services):
+    if serves and not any(service.kind == "frontend" for service in services):
         yield Finding("frontend", Verdict.PROBLEM, "there is none", "start tailrace serve frontend")
     for service in services:
         if service.metrics_address and exposed([service.address]) and not exposed([service.metrics_address]):

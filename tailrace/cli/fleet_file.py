@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,11 @@ from click.core import ParameterSource
 from tailrace.address import parse_address
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.line import arguments_of, with_line
-from tailrace.fleet.file import Fleet, FleetError, read_fleet
+from tailrace.fleet.file import Fleet, FleetError, Model, read_fleet
 from tailrace.fleet.folders import CERTIFICATES
 from tailrace.fleet.hosts import Installation, host_plan, members
 from tailrace.local.certificates import ETCD_SERVER, certificate_folder
-from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions
+from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, OwnCluster
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder
@@ -81,7 +81,8 @@ def options_of(file: FleetFile) -> ClusterOptions:
                 workers=model.number or 0,
                 frontends=model.frontends if isinstance(model.frontends, int) else 1,
                 frontend_arguments=(*own.frontend_arguments, *keys, *insecure),
-                prefix=f"{words[number]}-" if len(words) > 1 else "",
+                prefix=f"{words[number]}-" if len(words) > 1 or model.has_cluster else "",
+                own=_own_cluster(fleet, model, words[number]) if model.has_cluster else None,
             )
         )
     return replace(models[0], others=tuple(models[1:]), edge=fleet.http, edge_arguments=(*keys, *insecure))
@@ -123,13 +124,31 @@ def _with_model(file: FleetFile, options: ClusterOptions, number: int) -> Cluste
         raise UsageProblem(f"{file.path}: models[{number}].flags: {error.format_message()}") from error
 
 
+def _own_cluster(fleet: Fleet, model: Model, word: str) -> OwnCluster:
+    """Return the cluster of a model that states a policy or SLOs: what it does not state is the fleet's."""
+    policy = model.policy or fleet.policy
+    return OwnCluster(f"{fleet.cluster}.{word}", policy.name, policy.texts, fleet.objectives(model))
+
+
+def admins_of(options: ClusterOptions, admin: str, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the address of the admin API for each name that users send. `admin`: of the fleet's cluster;
+    `own`: of those of single models."""
+    return {
+        name: own.get(model.own.name, "") if model.own else admin
+        for model in options.models
+        for name in model.served_names
+    }
+
+
 def _part_names(fleet: Fleet) -> list[str]:
     """Return a word for each model that the names of its processes begin with."""
     words: list[str] = []
     for number, model in enumerate(fleet.models):
         name = model.served_name.rstrip("/").rpartition("/")[2].lower()
-        word = re.sub(r"[^a-z0-9]+", "-", name).strip("-")[:30]
-        words.append(word if word and word not in words else f"{word or 'model'}-{number}")
+        word = re.sub(r"[^a-z0-9]+", "-", name).strip("-")[:30].strip("-") or "model"
+        while word in words:
+            word = f"{word}-{number}"
+        words.append(word)
     return words
 
 

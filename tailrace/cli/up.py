@@ -23,6 +23,7 @@ from tailrace.address import parse_address
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.fleet_file import (
     FleetFile,
+    admins_of,
     file_option,
     host_of,
     options_of,
@@ -47,7 +48,7 @@ from tailrace.local.requirements import (
     visible_gpus,
     vllm_version,
 )
-from tailrace.local.start import Starter
+from tailrace.local.start import Settings, Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import objectives_message
 from tailrace.model_folder import ModelFolderError, has_chat_template, require_files
@@ -305,10 +306,12 @@ async def _run(
         # Of a fleet on several hosts, one sets it.
         sets = not host or file is None or host == control_hosts(file.fleet)[0]
         slo = None if file is None or not file.fleet.slo else objectives_message(file.fleet.objectives())
+        policy = SetPolicyRequest(name=options.policy, parameters=options.policy_parameters)
         return await starter.run(
-            SetPolicyRequest(name=options.policy, parameters=options.policy_parameters) if sets else None,
+            Settings(policy, slo) if sets else Settings(),
             options.served_name,
-            slo=slo if sets else None,
+            [model.own for model in options.models if model.own is not None],
+            models=admins_of(options, plan.admin, plan.own),
             host=host,
             tiny=options.serves_tiny_model,
             simulated=options.engine is Engine.SIMULATED,
@@ -364,6 +367,7 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
             f"  policy     {state.policy}: {_POLICY}"
             if state.policy == "tailrace"
             else f"  policy     {state.policy}",
+            *_own_lines(state),
             f"  logs       {logs}",
             "",
             "A streamed answer, with separate reasoning and answer:" if state.tiny else "A streamed answer:",
@@ -380,6 +384,12 @@ def greeting(state: RunState, logs: Path, command: str) -> str:
             f"{command} down stops the cluster.",
         ]
     )
+
+
+def _own_lines(state: RunState) -> list[str]:
+    """Return the line about models with clusters of their own; none if there is none."""
+    own = [name for name, admin in state.models.items() if admin != state.admin]
+    return [f"             of its own: {', '.join(own)} (commands take --model NAME)"] if own else []
 
 
 def _console_lines(state: RunState) -> list[str]:

@@ -39,6 +39,7 @@ Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$")
 Class = Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")]
 Resource = Annotated[str, Meta(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
 Value = bool | int | float | str
+Objectives = dict[str, float | str]
 # A host name, or an IPv4 or IPv6 address: it is written into commands and rules.
 _ADDRESS: Final = r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
 # Flags for which the file has fields.
@@ -66,6 +67,18 @@ class Host(_Section, frozen=True):
         Meta(min_length=1, max_length=253, description="Name or address by which the others reach it."),
     ]
     gpus: Annotated[int, Meta(ge=0, le=64, description="Number of its GPUs.")] = 0
+
+
+class Policy(_Section, frozen=True):
+    """The policy at the beginning, and its parameters."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=100)] = _DEFAULTS.policy
+    parameters: dict[str, Value] = {}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Return the parameters as the admin API takes them."""
+        return {name: format_value(value) for name, value in self.parameters.items()}
 
 
 class Model(_Section, frozen=True):
@@ -96,6 +109,19 @@ class Model(_Section, frozen=True):
     )
     front: Annotated[Front, Meta(description="vLLM's API server: python, or rust.")] = _DEFAULTS.front
     engine: Annotated[Engine, Meta(description="vllm, or simulated.")] = _DEFAULTS.engine
+    policy: Annotated[
+        Policy | None,
+        Meta(description="A policy of its own: the model gets a cluster of its own. Without: the fleet's."),
+    ] = None
+    slo: Annotated[
+        Objectives | None,
+        Meta(description="Objectives of its own, in place of the fleet's; also with a cluster of its own."),
+    ] = None
+
+    @property
+    def has_cluster(self) -> bool:
+        """Return whether it has a cluster of its own."""
+        return self.policy is not None or self.slo is not None
 
     @property
     def number(self) -> int | None:
@@ -109,18 +135,6 @@ class Model(_Section, frozen=True):
             if name.lstrip("-").replace("_", "-") == "served-model-name":
                 return str(value[0] if isinstance(value, list) and value else value)
         return self.model
-
-
-class Policy(_Section, frozen=True):
-    """The policy at the beginning, and its parameters."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=100)] = _DEFAULTS.policy
-    parameters: dict[str, Value] = {}
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """Return the parameters as the admin API takes them."""
-        return {name: format_value(value) for name, value in self.parameters.items()}
 
 
 class Kubernetes(_Section, frozen=True):
@@ -218,9 +232,7 @@ class Fleet(_Section, frozen=True):
         Meta(description="Hosts of a scheduler, a monitor and a migration service; two: one is the standby."),
     ] = []
     policy: Policy = Policy()
-    slo: Annotated[
-        dict[str, float | str], Meta(description="Objectives as tailrace set slo has them: ttft: 2s.")
-    ] = {}
+    slo: Annotated[Objectives, Meta(description="Objectives as tailrace set slo has them: ttft: 2s.")] = {}
     keys: Annotated[
         str, Meta(description="File of users' API keys and tenants (tailrace keys make), beside this one.")
     ] = ""
@@ -248,9 +260,10 @@ class Fleet(_Section, frozen=True):
             return [("http", self.http)]
         return [(f"models[{number}].http", model.http) for number, model in enumerate(self.models)]
 
-    def objectives(self) -> dict[str, float]:
-        """Return the given objectives, times in seconds. Raise ParameterError."""
-        return read_objectives({name: str(value) for name, value in self.slo.items()})
+    def objectives(self, model: Model | None = None) -> dict[str, float]:
+        """Return the given objectives, of the fleet or of a model, times in seconds. Raise ParameterError."""
+        given = self.slo if model is None or model.slo is None else model.slo
+        return read_objectives({name: str(value) for name, value in given.items()})
 
 
 _UNKNOWN_FIELD: Final = re.compile("Object contains unknown field `(.*)`")
@@ -271,6 +284,7 @@ _SECTIONS: Final[Mapping[str, type[Struct]]] = {
     _ANY_HOST: Host,
     "kubernetes": Kubernetes,
     "models": Model,
+    "models.policy": Policy,
     "policy": Policy,
 }
 
@@ -415,6 +429,13 @@ def _check(fleet: Fleet) -> None:
 def _check_models(fleet: Fleet) -> None:
     if len(fleet.models) > 1 and not fleet.http:
         raise FleetError("http: several models need HOST:PORT of one address for all")
+    for at, each in enumerate(fleet.models):
+        if each.has_cluster and (fleet.hosts or not fleet.http):
+            field = f"models[{at}].{'slo' if each.policy is None else 'policy'}"
+            raise FleetError(
+                f"{field}: needs http, an edge on one machine: without, policy and slo of the file are the "
+                "model's"
+            )
     if not fleet.http:
         return
     if fleet.hosts:
@@ -465,16 +486,18 @@ def _check_hosts(fleet: Fleet) -> None:
 
 
 def _check_policy(fleet: Fleet) -> None:
-    try:
-        load(fleet.policy.name, parameters=fleet.policy.texts)
-    except ParameterError as error:
-        raise FleetError(f"policy.parameters: {error}") from error
-    except (UnknownPolicyError, UnusablePolicyError) as error:
-        raise FleetError(f"policy.name: {error}") from error
-    try:
-        fleet.objectives()
-    except ParameterError as error:
-        raise FleetError(f"slo: {error}") from error
+    for place, model in [("", None), *((f"models[{at}].", each) for at, each in enumerate(fleet.models))]:
+        policy = (model and model.policy) or fleet.policy
+        try:
+            load(policy.name, parameters=policy.texts)
+        except ParameterError as error:
+            raise FleetError(f"{place}policy.parameters: {error}") from error
+        except (UnknownPolicyError, UnusablePolicyError) as error:
+            raise FleetError(f"{place}policy.name: {error}") from error
+        try:
+            fleet.objectives(model)
+        except ParameterError as error:
+            raise FleetError(f"{place}slo: {error}") from error
 
 
 def _names(by_host: int | Mapping[str, int] | None) -> list[str]:

@@ -31,6 +31,9 @@ def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> C
     `etcd`: where it runs, whatever the plan says.
     """
     specs = {part.name: part.spec for part in running if part.spec is not None}
+    # What names a part by its address, such as a monitor for spans, finds it where it runs.
+    now = {spec.address: specs[spec.name].address for spec in wanted if spec.name in specs}
+    wanted = [replace(spec, environment=_at(spec.environment, now)) for spec in wanted]
     # Behind an edge, a front end's own HTTP port is one of them.
     behind_edge = all(any(spec.tier is Tier.EDGE for spec in each) for each in (specs.values(), wanted))
     added, changed = [], []
@@ -62,6 +65,12 @@ def _essence(spec: PartSpec, addresses: Sequence[str]) -> tuple[object, ...]:
     # The number of threads depends on the number of workers, and is worth no restart.
     environment = {name: value for name, value in spec.environment.items() if name not in THREADS}
     return _with(spec.command, dict.fromkeys(addresses, "")), environment, tuple(spec.members)
+
+
+def _at(environment: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with other addresses in its URLs."""
+    parted = {name: value.partition("://") for name, value in environment.items()}
+    return {name: head + mark + now.get(rest, rest) for name, (head, mark, rest) in parted.items()}
 
 
 def _with(command: Sequence[str], values: Mapping[str, str]) -> list[str]:

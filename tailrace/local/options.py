@@ -40,6 +40,17 @@ class Front(enum.StrEnum):
     RUST = "rust"
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCluster:
+    """The cluster of one model, beside that of all others, with its policy and objectives."""
+
+    name: str
+    policy: str
+    policy_parameters: Mapping[str, str]
+    # By name; times in seconds.
+    objectives: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """A local cluster. Fields without a flag follow from the machine, or from other fields."""
@@ -93,8 +104,10 @@ class ClusterOptions:
     edge_arguments: tuple[str, ...] = ()
     # Further models: of theirs only what concerns workers and front ends counts.
     others: tuple[ClusterOptions, ...] = ()
-    # What the names of its workers and front ends begin with, where there are several models.
+    # What the names of its processes begin with, where there are several models.
     prefix: str = ""
+    # Of a model that is not in the fleet's cluster.
+    own: OwnCluster | None = None
     # How many workers of other models have their places before its own, and all models' workers together.
     earlier_workers: int = 0
     all_workers: int = 0
@@ -119,6 +132,11 @@ class ClusterOptions:
         """Return the model name that clients use."""
         named = self.line.flags.get("served_model_name")
         return named[0] if named else TINY_NAME if self.serves_tiny_model else self.model
+
+    @property
+    def served_names(self) -> list[str]:
+        """Return all names that clients use."""
+        return [*self.line.flags.get("served_model_name", ())] or [self.served_name]
 
     @property
     def serves_tiny_model(self) -> bool:

@@ -6,6 +6,8 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
 
 from tailrace.local.certificates import OPERATOR, certificate_folder, span_certificates
 from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, Engine, Front
@@ -54,7 +56,7 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A complete cluster. `environment` applies to every part."""
+    """A complete cluster, with those of single models. `environment` applies to every part."""
 
     parts: Sequence[PartSpec]
     environment: Mapping[str, str]
@@ -65,6 +67,8 @@ class Plan:
     certificates: str = ""
     # Its name in etcd.
     cluster: str = DEFAULT_CLUSTER
+    # The addresses of the admin APIs of models' own clusters, by the names of these.
+    own: Mapping[str, str] = field(default_factory=dict)
 
     def tier(self, tier: Tier) -> list[PartSpec]:
         """Return the parts of one tier, in order."""
@@ -86,6 +90,8 @@ _PROFILE_TIMEOUT_S = 150.0
 """Additional timeout for a simulated worker to be profiled, or to wait for another one's profiling."""
 
 
+SPANS: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
 # numba, with which vLLM looks for n-grams, would raise the engine's number of threads.
 THREADS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -104,59 +110,77 @@ def make_plan(
     """
     groups = [(model, group) for model in options.models for group in _groups(model)]
     frontends = sum(model.frontends for model in options.models)
-    services = 2 + options.schedulers + len(groups) + frontends + bool(options.edge)
+    # Each with what the names of its control services begin with.
+    clusters = {options.cluster: ""} | {model.own.name: model.prefix for model in options.models if model.own}
+    services = len(clusters) * (2 + options.schedulers) + len(groups) + frontends + bool(options.edge)
     behind = len(options.models) if options.edge else 0
     etcd_port, *ports = free_ports(1 + 2 * services + behind + options.console)
     etcd = f"{LOOPBACK}:{etcd_port}"
     certificates = f"{data}/certs" if options.tls else ""
     addresses = iter([f"{LOOPBACK}:{port}" for port in ports])
 
-    def service(kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
+    monitors: dict[str, str] = {}
+
+    def service_in(cluster: str, kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
         listen, metrics = next(addresses), next(addresses)
         command = [*tailrace, "serve", kind, "--etcd", etcd, "--listen", listen, "--metrics", metrics]
-        if options.cluster != DEFAULT_CLUSTER:
-            command += ["--cluster", options.cluster]
+        if cluster != DEFAULT_CLUSTER:
+            command += ["--cluster", cluster]
         if certificates:
             command += ["--tls", certificate_folder(certificates, kind, name)]
-        part = PartSpec(name, tier, [*command, "--id", name, *arguments], listen)
+        # The first part of a cluster is its monitor.
+        monitor = monitors.setdefault(cluster, listen)
+        environment = {} if cluster == options.cluster else _spans(options, monitor)
+        part = PartSpec(name, tier, [*command, "--id", name, *arguments], listen, environment)
         if not certificates:
             return part
-        environment = span_certificates(certificate_folder(certificates, kind, name))
+        environment |= span_certificates(certificate_folder(certificates, kind, name))
         return replace(part, role=kind, environment=environment)
 
     parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port), etcd)]
     if certificates:
         parts = [replace(parts[0], role=Role.ETCD.value)]
-    monitor = service("monitor", "monitor", Tier.CONTROL)
-    parts.append(monitor)
-    journal = f"{data}/migrations.jsonl"
-    parts.append(service("migration", "migration", Tier.CONTROL, "--journal", journal))
-    schedulers = [
-        service("scheduler", _numbered("scheduler", number, options.schedulers), Tier.CONTROL)
-        for number in range(options.schedulers)
+    admins: dict[str, str] = {}
+    for cluster, prefix in clusters.items():
+        service = partial(service_in, cluster)
+        parts.append(service("monitor", f"{prefix}monitor", Tier.CONTROL))
+        journal = f"{data}/{prefix}migrations.jsonl"
+        parts.append(service("migration", f"{prefix}migration", Tier.CONTROL, "--journal", journal))
+        schedulers = [
+            service("scheduler", _numbered(f"{prefix}scheduler", number, options.schedulers), Tier.CONTROL)
+            for number in range(options.schedulers)
+        ]
+        parts += schedulers
+        admins[cluster] = ",".join(part.address for part in schedulers)
+    services_of = {
+        model.prefix: partial(service_in, model.own.name if model.own else options.cluster)
+        for model in options.models
+    }
+    parts += [
+        worker_part(model, services_of[model.prefix], f"{model.prefix}worker", group)
+        for model, group in groups
     ]
-    parts += schedulers
-    parts += [worker_part(model, service, f"{model.prefix}worker", group) for model, group in groups]
     http = options.edge or f"{options.host}:{options.port}"
     for model in options.models:
         listen = next(addresses) if options.edge else http
         for number in range(model.frontends):
             name = _numbered(f"{model.prefix}frontend", number, model.frontends)
-            parts.append(frontend_part(model, service, name, listen))
+            parts.append(frontend_part(model, services_of[model.prefix], name, listen))
     if options.edge:
-        edge = service("edge", "edge", Tier.EDGE, "--http", http, *options.edge_arguments)
+        edge = service_in(options.cluster, "edge", "edge", Tier.EDGE, "--http", http, *options.edge_arguments)
         parts.append(replace(edge, http=f"http://{http}"))
-    admin = ",".join(part.address for part in schedulers)
+    admin = admins.pop(options.cluster)
     if options.console:
         parts.append(_console_part(next(addresses), tailrace, admin, certificates, data))
     return Plan(
         parts=parts,
-        environment=environment_of(options, monitor.address),
+        environment=environment_of(options, monitors[options.cluster]),
         admin=admin,
         http=f"{'http' if options.edge else options.scheme}://{http}",
         etcd=etcd,
         certificates=certificates,
         cluster=options.cluster,
+        own=admins,
     )
 
 
@@ -233,8 +257,13 @@ def environment_of(options: ClusterOptions, monitor: str) -> dict[str, str]:
     """Return the environment of every part. `monitor`: its address."""
     # Disable vLLM's usage reporting: a local cluster makes no outgoing connections.
     environment = {"VLLM_NO_USAGE_STATS": "1"}
-    if options.traces is not None:
-        scheme = "https" if options.tls else "http"
-        endpoint = f"{scheme}://{monitor}" if options.traces == MONITOR_TRACES else options.traces
-        environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
-    return {**environment, **options.environment}
+    if options.traces is not None and options.traces != MONITOR_TRACES:
+        environment[SPANS] = options.traces
+    return {**environment, **_spans(options, monitor), **options.environment}
+
+
+def _spans(options: ClusterOptions, monitor: str) -> dict[str, str]:
+    """Return the environment that sends spans to the monitor at this address; empty if they go elsewhere."""
+    if options.traces != MONITOR_TRACES or SPANS in options.environment:
+        return {}
+    return {SPANS: f"{'https' if options.tls else 'http'}://{monitor}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Iterable
 from typing import Final
 
 import grpc
@@ -21,6 +22,14 @@ from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE
 
 _CALL_TIMEOUT_S: Final = 2.0
+
+
+async def active_in_all(admins: Iterable[str], transport: Transport = PLAIN) -> dict[str, str]:
+    """Return what `active_instances` does of several clusters, whose instances have different ids."""
+    found: dict[str, str] = {}
+    for admin in admins:
+        found |= await active_instances(admin, transport)
+    return found
 
 
 async def active_instances(admin: str, transport: Transport = PLAIN) -> dict[str, str]:

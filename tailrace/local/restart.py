@@ -14,7 +14,7 @@ from tailrace.local.certificates import OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess, stop_part
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import active_instances, wait_ready
+from tailrace.local.ready import active_in_all, wait_ready
 from tailrace.local.state import Part, RunFolder, RunState
 
 DRAIN_S: Final = 330.0
@@ -62,7 +62,7 @@ class Restarter:
         spec = changed or part.spec
         if spec is None:
             raise PartFailed(f"{name} was started by another version; run tailrace down and tailrace up")
-        before = await active_instances(self._state.admin, self._transport)
+        before = await active_in_all(self._state.admins, self._transport)
         stopping_s = await self._stop(part, drain_s)
         began_s = time.monotonic()
         process = self._start(spec)
@@ -72,7 +72,7 @@ class Restarter:
 
     async def add(self, spec: PartSpec) -> None:
         """Start a part more; return once the cluster uses it. Raise PartFailed; it is not running then."""
-        before = await active_instances(self._state.admin, self._transport)
+        before = await active_in_all(self._state.admins, self._transport)
         process = self._start(spec)
         self._state.parts.append(process.part)
         try:
@@ -114,7 +114,7 @@ class Restarter:
         return process
 
     async def _settle(self, spec: PartSpec, before: Mapping[str, str]) -> None:
-        """Wait until a scheduler lists every instance that it had, those of a restarted worker with new
+        """Wait until the schedulers list every instance that they had, those of a restarted worker with new
         incarnations."""
         if spec.tier is Tier.ETCD:
             return
@@ -122,7 +122,7 @@ class Restarter:
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while True:
-                    now = await active_instances(self._state.admin, self._transport)
+                    now = await active_in_all(self._state.admins, self._transport)
                     if expected <= now.keys() and not any(
                         now[name] == before.get(name) for name in spec.members
                     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,12 +13,15 @@ import grpc
 
 from tailrace.address import parse_endpoints
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder, transport_of
+from tailrace.local.options import OwnCluster
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartProcess, stop_parts
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import active_instances, wait_ready
+from tailrace.local.ready import active_in_all, wait_ready
 from tailrace.local.state import RunFolder, RunState
+from tailrace.messages import objectives_message
 from tailrace.security.roles import Role
+from tailrace.security.transport import Transport
 from tailrace.store.client import EtcdClient, Rejected, StoreUnavailable
 from tailrace.store.etcd_roles import apply_rights, etcd_rights
 from tailrace.v1.admin_pb2 import SetPolicyRequest, SetSloRequest, Slo
@@ -28,6 +32,32 @@ _CALL_TIMEOUT_S: Final = 2.0
 _SETTLE_TIMEOUT_S: Final = 30.0
 _LIGHT_AT_ONCE: Final = 8
 _ROOT: Final = (ETCD_ROOT.role.value, ETCD_ROOT.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is set in a cluster as soon as a scheduler leads it."""
+
+    policy: SetPolicyRequest | None = None
+    slo: Slo | None = None
+
+    async def apply(self, admin: str, transport: Transport) -> None:
+        """Set it by the admin API, retrying until a scheduler leads. Raise PartFailed if none accepts it in
+        time. `admin`: HOST:PORT[,..]."""
+        if self.policy is not None:
+            what = f"the policy {self.policy.name!r}"
+            await _set(admin, transport, what, lambda stub: stub.SetPolicy, self.policy)
+        if self.slo is not None:
+            request = SetSloRequest(slo=self.slo)
+            await _set(admin, transport, "the SLO", lambda stub: stub.SetSlo, request)
+
+
+def own_settings(own: OwnCluster) -> Settings:
+    """Return what is set in a model's own cluster."""
+    return Settings(
+        SetPolicyRequest(name=own.policy, parameters=own.policy_parameters),
+        objectives_message(own.objectives) if own.objectives else None,
+    )
 
 
 class Starter:
@@ -56,24 +86,25 @@ class Starter:
 
     async def run(
         self,
-        policy: SetPolicyRequest | None,
+        settings: Settings,
         model: str,
-        slo: Slo | None = None,
-        **facts: bool | str | list[str],
+        own: Sequence[OwnCluster] = (),
+        **facts: bool | str | list[str] | dict[str, str],
     ) -> RunState:
         """Start all parts, wait until they are ready, and return the state.
 
-        `model`: the model name that clients use; `facts`: further fields of RunState. Raise PartFailed if a
-        part exits or is not ready in time. After an error or cancellation, all started parts are stopped.
+        `model`: the model name that clients use; `own`: the clusters of single models; `facts`: further
+        fields of RunState. Raise PartFailed if a part exits or is not ready in time. After an error or
+        cancellation, all started parts are stopped.
         """
         try:
-            await self._watched(policy, slo)
+            await self._watched(settings, own)
         except BaseException:
             self.stop()
             raise
         self._state.http = self._plan.http
         self._state.model = model
-        self._state.policy = "" if policy is None else policy.name
+        self._state.policy = "" if settings.policy is None else settings.policy.name
         for name, value in facts.items():
             setattr(self._state, name, value)
         self._folder.write(self._state)
@@ -88,12 +119,12 @@ class Starter:
         for process in self._processes:
             process.reap()
 
-    async def _watched(self, policy: SetPolicyRequest | None, slo: Slo | None) -> None:
+    async def _watched(self, settings: Settings, own: Sequence[OwnCluster]) -> None:
         """Start all parts; fail at once if any part exits meanwhile."""
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._watch())
-                await self._bring_up(policy, slo)
+                await self._bring_up(settings, own)
                 watch.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -104,17 +135,16 @@ class Starter:
                 process.check()
             await asyncio.sleep(_POLL_S)
 
-    async def _bring_up(self, policy: SetPolicyRequest | None, slo: Slo | None) -> None:
+    async def _bring_up(self, settings: Settings, own: Sequence[OwnCluster]) -> None:
         await self._start_all(self._plan.tier(Tier.ETCD))
         if self._may_set_rights:
-            await self._set_rights()
+            await set_rights(self._plan)
         await self._start_all(self._plan.tier(Tier.CONTROL))
         self._state.admin = self._plan.admin
         self._folder.write(self._state)
-        if policy is not None:
-            await self._set(f"the policy {policy.name!r}", lambda admin: admin.SetPolicy, policy)
-        if slo is not None:
-            await self._set("the SLO", lambda admin: admin.SetSlo, SetSloRequest(slo=slo))
+        await settings.apply(self._plan.admin, self._transport)
+        for cluster in own:
+            await own_settings(cluster).apply(self._plan.own[cluster.name], self._transport)
         # A model's first front end waits for the workers itself, so they can start together. The others share
         # its port, which is possible only once it is registered in the cluster.
         frontends = self._plan.tier(Tier.FRONTEND)
@@ -157,34 +187,6 @@ class Starter:
         self._folder.write(self._state)
         return process
 
-    async def _set_rights(self) -> None:
-        """Grant each service its rights in etcd, and deny all other access."""
-        root = transport_of(self._plan.certificates, ETCD_ROOT)
-        client = EtcdClient(parse_endpoints(self._plan.etcd.split(",")), root)
-        try:
-            await apply_rights(client, etcd_rights(self._plan.cluster), self._plan.cluster)
-        except (StoreUnavailable, Rejected) as error:
-            raise PartFailed(f"etcd: setting up roles failed: {error}") from error
-        finally:
-            await client.close()
-
-    async def _set(self, what: str, method: Callable[[AdminStub], Any], request: object) -> None:
-        """Call the admin API; retry until a scheduler leads. Raise PartFailed if none accepts it in time."""
-        problem = ""
-        try:
-            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
-                while True:
-                    for address in self._plan.admin.split(","):
-                        async with self._transport.channel(address, Role.SCHEDULER, ()) as channel:
-                            try:
-                                await method(AdminStub(channel))(request, timeout=_CALL_TIMEOUT_S)
-                                return
-                            except grpc.aio.AioRpcError as error:
-                                problem = error.details() or error.code().name
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            raise PartFailed(f"no scheduler accepted {what}: {problem}") from None
-
     async def _see_workers(self) -> None:
         """Wait until the scheduler lists every worker, so that requests can be placed on any of them."""
         expected = {member for spec in self._plan.tier(Tier.WORKER) for member in spec.members}
@@ -192,8 +194,40 @@ class Starter:
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while not expected <= active:
-                    active = set(await active_instances(self._plan.admin, self._transport))
+                    admins = [self._plan.admin, *self._plan.own.values()]
+                    active = set(await active_in_all(admins, self._transport))
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             missing = ", ".join(sorted(expected - active))
             raise PartFailed(f"the scheduler does not see {missing}; logs: {self._folder.logs}") from None
+
+
+async def set_rights(plan: Plan) -> None:
+    """Grant each service its rights in etcd, and deny all other access. Raise PartFailed."""
+    client = EtcdClient(parse_endpoints(plan.etcd.split(",")), transport_of(plan.certificates, ETCD_ROOT))
+    try:
+        for cluster in (plan.cluster, *plan.own):
+            await apply_rights(client, etcd_rights(cluster), cluster)
+    except (StoreUnavailable, Rejected) as error:
+        raise PartFailed(f"etcd: setting up roles failed: {error}") from error
+    finally:
+        await client.close()
+
+
+async def _set(
+    admin: str, transport: Transport, what: str, method: Callable[[AdminStub], Any], request: object
+) -> None:
+    problem = ""
+    try:
+        async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+            while True:
+                for address in admin.split(","):
+                    async with transport.channel(address, Role.SCHEDULER, ()) as channel:
+                        try:
+                            await method(AdminStub(channel))(request, timeout=_CALL_TIMEOUT_S)
+                            return
+                        except grpc.aio.AioRpcError as error:
+                            problem = error.details() or error.code().name
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise PartFailed(f"no scheduler accepted {what}: {problem}") from None

@@ -106,6 +106,8 @@ class RunState(msgspec.Struct, kw_only=True):
     parts: list[Part] = []
     # Addresses of the admin API, HOST:PORT[,..]; empty until the scheduler is ready.
     admin: str = ""
+    # Those of the cluster of each model, by the names that clients use.
+    models: dict[str, str] = {}
     # URL of the front ends; empty until all parts are ready.
     http: str = ""
     # The model name that clients use.
@@ -131,6 +133,11 @@ class RunState(msgspec.Struct, kw_only=True):
     given: list[str] | None = None
     # Environment of all parts, in addition to that of `tailrace up`.
     environment: dict[str, str] = {}
+
+    @property
+    def admins(self) -> list[str]:
+        """Return the addresses of the admin APIs of all clusters."""
+        return [*dict.fromkeys([self.admin, *self.models.values()])]
 
     @property
     def ready(self) -> bool:

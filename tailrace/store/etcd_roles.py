@@ -25,6 +25,7 @@ from tailrace.store.etcd_api import (
     Request,
     prefix_end,
 )
+from tailrace.store.store import clusters_below
 from tailrace.v1 import etcd_pb2
 
 # The keys that a service holds by a lease, and the markers of its withdrawal.
@@ -47,7 +48,7 @@ REVISION_KEY: Final = "/tailrace"
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """One role's rights in one cluster. Keys that end in `/` are prefixes."""
+    """One role's rights in one cluster. Keys that end in `/` or `.` are prefixes."""
 
     role: Role
     reads: tuple[str, ...]
@@ -58,13 +59,13 @@ def etcd_rights(cluster: str) -> list[Rights]:
     """Return the rights of every role that uses etcd.
 
     Every member reads the whole cluster, because it follows membership, pools, stages, policy and SLOs.
-    Prompts are never stored in etcd.
+    An edge reads the clusters that belong to this one, too. Prompts are never stored in etcd.
     """
     prefix = f"{REVISION_KEY}/{cluster}/"
     return [
         Rights(
             role,
-            (REVISION_KEY, prefix),
+            (REVISION_KEY, prefix, *([clusters_below(prefix)] if role is Role.EDGE else [])),
             tuple(prefix + key.format(role=role.value) for key in _WRITES[role]),
         )
         for role in sorted(MEMBERS)
@@ -153,7 +154,7 @@ def _permissions(rights: Rights) -> Iterator[tuple[bytes, bytes, etcd_pb2.Permis
         (rights.writes, etcd_pb2.Permission.READWRITE),
     ):
         for key in keys:
-            yield key.encode(), prefix_end(key.encode()) if key.endswith("/") else b"", kind
+            yield key.encode(), prefix_end(key.encode()) if key.endswith(("/", ".")) else b"", kind
 
 
 def _kind_name(kind: etcd_pb2.Permission.Type.ValueType) -> str:

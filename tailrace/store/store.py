@@ -51,6 +51,12 @@ _ATTEMPTS: Final = 8
 _Present = etcd_pb2.KeyValue | None
 
 
+def clusters_below(prefix: str) -> str:
+    """Return the prefix of the keys of clusters that belong to the one with this prefix, which ends in `/`:
+    each has a name of its own after its name and a dot."""
+    return prefix[:-1] + "."
+
+
 @dataclass(frozen=True, slots=True)
 class LeasedValue:
     """A value and the lease that it is attached to (0: none)."""
@@ -203,6 +209,14 @@ class Store:
             async for values, revision in changes:
                 named = self._by_name(values)
                 yield Snapshot(named, revision, len(values) - len(named), len(watch.skipped))
+
+    async def watch_below(self) -> AsyncGenerator[dict[str, bytes]]:
+        """Yield as `watch_prefix` does the values of all clusters that belong to this one, `CLUSTER.NAME`, by
+        `NAME/key`."""
+        watch = PrefixWatch(self._client, clusters_below(self._prefix).encode())
+        async with aclosing(watch.values()) as changes:
+            async for values, _ in changes:
+                yield self._by_name(values)
 
     # ---- leases
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,9 @@ def here(tmp_path: Path) -> Iterator[WorkingFolder]:
     place.tailrace("down")
 
 
-def write(here: WorkingFolder, *models: dict[str, Any]) -> None:
+def write(here: WorkingFolder, *models: dict[str, Any], **more: Any) -> None:
     """Write the file."""
-    content = {"models": [*models], "http": f"127.0.0.1:{here.port}"}
+    content = {"models": [*models], "http": f"127.0.0.1:{here.port}", **more}
     (here.path / "fleet.yaml").write_text(yaml.safe_dump(content))
 
 
@@ -93,3 +94,89 @@ def test_models_come_and_go_while_others_serve(here: WorkingFolder) -> None:
         load.stop()
     assert load.errors == []
     assert len({chat.answer for _, chat in load.answers}) == 1
+
+
+def test_each_model_has_a_policy_of_its_own(here: WorkingFolder) -> None:
+    other = str(shutil.copytree(MODEL_PATH, here.path / "other"))
+    tiny = model(str(MODEL_PATH), "tiny")
+    # The same weights with a policy of their own are another model.
+    second = model(str(MODEL_PATH), "second") | {
+        "policy": {"name": "pascal", "parameters": {"quantum_tokens": 250}},
+        "slo": {"ttft": "3s"},
+    }
+    third = model(other, "third") | {"slo": {"tpot": "90ms"}}
+    fleet = {"policy": {"name": "least_loaded"}, "slo": {"ttft": "1s"}, "tls": True}
+    write(here, tiny, second, **fleet)
+    up = here.tailrace("up", "-f", "fleet.yaml")
+    assert up.returncode == 0, up.stderr
+    assert "of its own: second" in up.stdout
+    api = client(f"http://127.0.0.1:{here.port}")
+
+    def read(*command: str) -> Any:
+        done = here.tailrace(*command, "-o", "json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def policies() -> dict[str, str]:
+        """Return the active policy of each model."""
+        found = {}
+        for name in here.state().models:
+            listed = read("get", "policies", "--model", name)["policies"]
+            found[name] = next(each["name"] for each in listed if each["active"])
+        return found
+
+    def slos() -> dict[str, tuple[float, float]]:
+        found = {name: read("get", "slo", "--model", name)["slo"] for name in here.state().models}
+        return {name: (each["ttft_s"], each["tpot_s"]) for name, each in found.items()}
+
+    def answers(*names: str) -> None:
+        for name in names:
+            assert api.completions.create(model=name, prompt="x", max_tokens=2).choices[0].text
+
+    usual = slos()["tiny"][1]
+    assert policies() == {"tiny": "least_loaded", "second": "pascal"}
+    assert slos() == {"tiny": (1.0, usual), "second": (3.0, usual)}
+    answers("tiny", "second")
+    assert here.tailrace("set", "policy", "arrow", "--model", "second").returncode == 0
+    assert here.tailrace("set", "slo", "ttft=5s", "--model", "second").returncode == 0
+    assert policies() == {"tiny": "least_loaded", "second": "arrow"}
+    assert slos() == {"tiny": (1.0, usual), "second": (5.0, usual)}
+    instances = read("get", "instances", "--model", "second")["instances"]
+    assert [each["instance_id"] for each in instances] == ["second-worker-0"]
+    unknown = here.tailrace("get", "instances", "--model", "secnd")
+    assert unknown.returncode == 2
+    assert "tiny, second (did you mean 'second'?)" in unknown.stderr
+
+    write(here, tiny, second, third, **fleet)
+    printed = apply(here)
+    assert [" ".join(line.split()) for line in printed[:4]] == [
+        "policy of second arrow -> pascal quantum_tokens=250",
+        "slo of second ttft 5 -> 3",
+        "policy of third least_loaded",
+        "slo of third tpot 0.09",
+    ]
+    assert [line.split()[0] for line in printed[4:-1]] == [
+        "third-monitor",
+        "third-migration",
+        "third-scheduler",
+        "third-worker-0",
+        "third-frontend",
+    ]
+    assert policies() == {"tiny": "least_loaded", "second": "pascal", "third": "least_loaded"}
+    assert slos() == {"tiny": (1.0, usual), "second": (3.0, usual), "third": (2.0, 0.09)}
+    wait_until(lambda: "third" in {each.id for each in api.models.list()}, "the third model")
+    answers("tiny", "second", "third")
+    assert apply(here) == ["nothing to change: the cluster is as the file says"]
+    doctor = here.tailrace("doctor", "-f", "fleet.yaml")
+    assert "second: policy: pascal" in doctor.stdout and "third: instances: 1" in doctor.stdout
+
+    # Moving a running model to another cluster would end its streams.
+    write(here, tiny | {"slo": {"ttft": "1s"}}, second, third, **fleet)
+    refused = here.tailrace("apply", "-f", "fleet.yaml", "--yes")
+    assert refused.returncode == 2 and "has a cluster of its own" in refused.stderr
+    write(here, tiny, third, **fleet)
+    gone = ["monitor", "migration", "scheduler", "worker-0", "frontend"]
+    assert {line.split()[0] for line in apply(here)} == {*(f"second-{part}" for part in gone), "applied"}
+    assert [*here.state().models] == ["tiny", "third"]
+    wait_until(lambda: "second" not in {each.id for each in api.models.list()}, "the second model to be gone")
+    answers("tiny", "third")

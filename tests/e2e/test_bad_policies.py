@@ -95,6 +95,30 @@ def test_set_policy_works_while_a_scheduler_hangs(fleet: Fleet, table: list[str]
     wait_until(lambda: _active(fleet, leader) == "round_robin", "the leader to follow")
 
 
+@pytest.mark.parametrize("name", ["NeverReturnsFromPlace", "NeverReturnsFromTick"])
+def test_a_policy_that_hangs_concerns_no_other_cluster(fleet: Fleet, table: list[str], name: str) -> None:
+    """As of a model with a policy of its own."""
+    other = f"default.{name.lower()}"
+    scheduler = fleet.start_model_cluster(other)
+    wait_until(lambda: _try_to_place(fleet, scheduler, "first", 2.0), "the other cluster to place")
+    assert _set(fleet, name)
+    waits_s, failed, number = [], 0, 0
+    # While both schedulers of this cluster hang, are ended by their watchdogs and suspend the policy.
+    while not _suspended(fleet, name):
+        _try_to_place(fleet, SCHEDULERS[number % 2], f"{name}-here-{number}", 0.2)
+        began_s = time.monotonic()
+        failed += not _try_to_place(fleet, scheduler, f"{name}-there-{number}", 2.0)
+        waits_s.append(time.monotonic() - began_s)
+        number += 1
+        assert number < 1_000
+    table.append(f"{name} | other cluster: {number - failed} of {number} | {max(waits_s):.2f} | | | |")
+    assert failed == 0
+    assert fleet.processes[scheduler].text().count("restarting without it") == 0
+    wait_until(lambda: _set(fleet, "least_loaded"), "set policy to work")
+    for each in SCHEDULERS:
+        fleet.wait_healthy(each)
+
+
 def _restarts(fleet: Fleet) -> int:
     return sum(fleet.processes[each].text().count("restarting without it") for each in SCHEDULERS)
 

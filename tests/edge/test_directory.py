@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from edge_svc.directory import Asked, directory
+from edge_svc.directory import Asked, directory, merged
 from tailrace.records import AdapterRecord, ServiceRecord
 
 
@@ -69,8 +69,10 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
     ("path", "asked", "rust"),
     [
         ("/v1/chat/completions", Asked(), True),
-        ("/v1/chat/completions", Asked(n=1), True),
-        ("/v1/chat/completions", Asked(n=2), False),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b"1")), True),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b"2")), False),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b"null")), True),
+        ("/v1/chat/completions", Asked(n=msgspec.Raw(b'"2"')), False),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b' "a [" ')), True),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b'["a", "b"]')), False),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b"[[1], [2]]")), False),
@@ -85,3 +87,32 @@ def test_vllm_rs_gets_what_it_can_answer(path: str, asked: Asked, rust: bool) ->
     assert both.cluster(path, asked) == (both.rust if rust else both.python)
     alone = directory([front_end("f1", "chat", 2, "rust")], []).names["chat"]
     assert alone.cluster(path, asked) == alone.rust
+
+
+def test_what_an_earlier_cluster_names_a_later_one_does_not_change() -> None:
+    own = directory([front_end("f0", "chat", 1, names=["poet"])], [])
+    first = directory(
+        [front_end("f0", "chat", 2, "rust", names=["lost"]), front_end("g0", "code", 3, names=["poet", "c"])],
+        [
+            AdapterRecord(model="code", name="sql", path="/a"),
+            AdapterRecord(model="chat", name="no", path="/a"),
+        ],
+    )
+    second = directory([front_end("h0", "c", 4, names=["d"])], [])
+    found = merged([own, first, second])
+    assert {name: each.model for name, each in found.names.items()} == {
+        "chat": "chat",
+        "poet": "chat",
+        "code": "code",
+        "c": "code",
+        "sql": "code",
+        "d": "c",
+    }
+    assert [list(each.addresses) for each in found.clusters] == [
+        ["127.0.0.1:1"],
+        ["127.0.0.1:3"],
+        ["127.0.0.1:4"],
+    ]
+    assert found.find(None) is None
+    alone = merged([directory([], []), second])
+    assert alone.find(None) == second.names["c"]

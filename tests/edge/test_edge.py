@@ -42,6 +42,7 @@ pytestmark = [
 ]
 
 MODELS = ("first", "second")
+PREFLIGHT = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def start_front_end(fleet: Fleet, name: str, path: str) -> None:
     """Start the front end of the model that users know as `name`."""
     options = ["--served-model-name", name, "--place-wait", "5"]
+    options += ["--allowed-origins", json.dumps([PREFLIGHT["Origin"]])]
     fleet.start_frontend("rust", f"frontend-{name}", model=path, options=options)
 
 
@@ -131,6 +133,15 @@ def test_a_model_that_is_not_there(fleet: Fleet) -> None:
     [
         ("/v1/completions", b'{"model": "first"', 400, "The body"),
         ("/v1/completions", b'{"model": 7}', 400, "model"),
+        (
+            "/v1/completions",
+            b'{"model": "first", "a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+            400,
+            "The body",
+        ),
+        ("/v1/completions", b'{"model": "\xff"}', 400, "The body"),
+        ("/v1/completions?model=" + "a" * 20_000, b'{"prompt": "x"}', 404, "does not exist"),
+        ("/v1/models", b"{}", 405, "Method Not Allowed"),
         ("/v1/completions", b'{"model": "' + b"a" * 70_000 + b'"}', 413, "larger than 65536 bytes"),
         ("/metrics", b"", 404, "not served here"),
         ("/reset_prefix_cache", b'{"model": "first"}', 404, "not served here"),
@@ -142,6 +153,13 @@ def test_what_is_refused(fleet: Fleet, path: str, body: bytes, status: int, prob
     assert got == status
     assert problem in reply["error"]["message"]
     assert reply["error"]["code"] == status
+
+
+def test_a_page_in_a_browser_may_ask(fleet: Fleet) -> None:
+    # A request of its origin may come next, if the front end's --allowed-origins has it.
+    reply = httpx.options(f"{edge_url(fleet)}/v1/completions", headers=PREFLIGHT, timeout=WAIT_S)
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == PREFLIGHT["Origin"]
 
 
 def test_a_long_name_is_not_sent_back(fleet: Fleet) -> None:
@@ -232,7 +250,10 @@ def test_strangers_are_refused_before_their_body(fleet: Fleet, tmp_path: Path) -
         assert [each["id"] for each in call(url, "/v1/models", b"", mine)[1]["data"]] == ["second"]
         body = b'{"model": "second", "prompt": "x", "max_tokens": 1}'
         assert call(url, "/v1/completions", body, mine)[0] == 200
-        # Probes have no key.
+        # A browser has none when it asks whether a page may send it.
+        reply = httpx.options(f"{url}/v1/completions", headers=PREFLIGHT, timeout=WAIT_S)
+        assert reply.status_code == 200
+        # Nor have probes.
         assert call(url, "/ready")[0] == 200
     finally:
         fleet.processes["edge-keys"].stop()

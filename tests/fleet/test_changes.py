@@ -10,7 +10,7 @@ import pytest
 from tailrace.cli.apply import dangers, require_possible
 from tailrace.cli.errors import UsageProblem
 from tailrace.local.change import compare, differing
-from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.options import ClusterOptions, Engine, Front, OwnCluster
 from tailrace.local.plan import PartSpec, Tier, make_plan
 from tailrace.local.state import Identity, Part, identify
 from tailrace.service.vllm_line import VllmLine
@@ -109,3 +109,40 @@ def test_what_cannot_be_changed_part_by_part(changes: dict[str, object]) -> None
     compared = compare(RUNNING, parts(25_000, **changes), ETCD)
     with pytest.raises(UsageProblem, match="cannot be changed while the cluster runs"):
         require_possible(compared, RUNNING)
+
+
+OWN = OwnCluster("default.b", "pascal", {}, {})
+SECOND = dataclasses.replace(OPTIONS, workers=1, prefix="b-", own=OWN)
+TWO = {"prefix": "a-", "edge": "127.0.0.1:8000", "traces": "monitor"}
+
+
+def test_a_model_comes_and_goes_with_its_control_services() -> None:
+    alone, both = running(parts(20_000, **TWO)), running(parts(20_000, **TWO, others=(SECOND,)))
+    changes = compare(alone, parts(25_000, **TWO, others=(SECOND,)), ETCD)
+    names = ["b-monitor", "b-migration", "b-scheduler", "b-worker-0", "b-frontend"]
+    assert ([spec.name for spec in changes.added], changes.changed) == (names, [])
+    # The edge goes on: it finds the new cluster by its name.
+    assert compare(both, parts(25_000, **TWO), ETCD).removed == names
+    assert not [*dangers(compare(both, parts(25_000, **TWO), ETCD), both)]
+    # Spans go on to the monitor where it runs, also those of a new worker.
+    assert not compare(both, parts(25_000, **TWO, others=(SECOND,)), ETCD)
+    grown = dataclasses.replace(SECOND, workers=2)
+    (worker,) = compare(both, parts(25_000, **TWO, others=(grown,)), ETCD).added
+    monitor = next(part.spec for part in both if part.name == "b-monitor")
+    assert monitor is not None
+    assert worker.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == f"http://{monitor.address}"
+
+
+def test_the_same_model_in_another_cluster_takes_no_requests_over() -> None:
+    both = running(parts(20_000, **{**TWO, "workers": 2}, others=(SECOND,)))
+    changed = dataclasses.replace(SECOND, worker_arguments=("--kv-blocks", "99"))
+    changes = compare(both, parts(25_000, **{**TWO, "workers": 2}, others=(changed,)), ETCD)
+    (danger,) = dangers(changes, both)
+    assert danger.startswith("b-worker-0: it is the only worker")
+
+
+def test_a_model_that_runs_does_not_change_its_cluster() -> None:
+    both = running(parts(20_000, **TWO, others=(SECOND,)))
+    moved = dataclasses.replace(SECOND, own=None)
+    with pytest.raises(UsageProblem, match="b-worker-0: a model with a policy or slo of its own"):
+        require_possible(compare(both, parts(25_000, **TWO, others=(moved,)), ETCD), both)

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.fleet.file import FleetError, json_schema, read_fleet, to_yaml
-from tests.fleet.files import MODEL, ONE_MACHINE, TWO_HOSTS, changed, write
+from tailrace.local.options import OwnCluster
+from tests.fleet.files import MODEL, ONE_MACHINE, TWO_HOSTS, changed, read, write
 from tests.waiting import WAIT_S
 
 
@@ -186,6 +187,14 @@ def test_no_engine_and_no_transport_are_needed(tmp_path: Path) -> None:
             "models[1]: users know it as 'org/model', and models[0] too",
         ),
         ("models.1.flags", {"host": "x"}, "models[1].flags: host: models[1].http says it"),
+        (
+            "models.1.policy",
+            {"nam": "pascal"},
+            "models[1].policy: unknown field 'nam' (did you mean 'name'?)",
+        ),
+        ("models.1.policy", {"name": "pascall"}, "models[1].policy.name: "),
+        ("models.1.policy", {"name": "pascal", "parameters": {"x": 1}}, "models[1].policy.parameters: "),
+        ("models.1.slo", {"ttfd": "2s"}, "models[1].slo: "),
     ],
 )
 def test_several_models(tmp_path: Path, place: str, value: Any, message: str) -> None:
@@ -198,3 +207,50 @@ def test_several_models(tmp_path: Path, place: str, value: Any, message: str) ->
     with pytest.raises(FleetError) as caught:
         read_fleet(path)
     assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize("content", [ONE_MACHINE, TWO_HOSTS])
+@pytest.mark.parametrize(("field", "value"), [("policy", {"name": "pascal"}), ("slo", {})])
+def test_a_model_without_an_edge_has_the_policy_of_the_file(
+    tmp_path: Path, content: Any, field: str, value: Any
+) -> None:
+    with pytest.raises(FleetError, match=rf"models\[0\]\.{field}: needs http"):
+        read_fleet(write(tmp_path, changed(content, f"models.0.{field}", value)))
+
+
+def test_a_model_states_a_policy_and_objectives_of_its_own(tmp_path: Path) -> None:
+    models = [
+        MODEL,
+        {"model": "/m/coder", "policy": {"name": "pascal", "parameters": {"quantum_tokens": 250}}},
+        {"model": "/n/coder", "slo": {"tpot": "90ms"}},
+        {"model": "/o/coder", "slo": {}},
+    ]
+    content = {
+        "models": models,
+        "http": "127.0.0.1:8080",
+        "cluster": "prod",
+        "policy": {"name": "arrow"},
+        "slo": {"ttft": "1s"},
+    }
+    _, options = read(tmp_path, content)
+    assert [model.own for model in options.models] == [
+        None,
+        OwnCluster("prod.coder", "pascal", {"quantum_tokens": "250"}, {"ttft": 1.0}),
+        OwnCluster("prod.coder-2", "arrow", {}, {"tpot": 0.09}),
+        OwnCluster("prod.coder-3", "arrow", {}, {}),
+    ]
+    assert options.policy == "arrow" and options.cluster == "prod"
+    assert read_fleet(write(tmp_path, to_yaml(read_fleet(write(tmp_path, content))))).models[3].slo == {}
+
+
+def test_the_only_model_behind_an_edge_may_have_a_policy_of_its_own(tmp_path: Path) -> None:
+    content = {"models": [{"model": "/m/coder", "policy": {}}], "http": "127.0.0.1:8080"}
+    _, options = read(tmp_path, content)
+    assert options.own is not None and options.prefix == "coder-"
+
+
+def test_no_two_models_have_the_same_word(tmp_path: Path) -> None:
+    models = [{"model": name} for name in ("a-2", "x/a", "y/a", "z/A!")]
+    _, options = read(tmp_path, {"models": models, "http": "127.0.0.1:8080"})
+    prefixes = [model.prefix for model in options.models]
+    assert len({*prefixes}) == 4 and prefixes[:2] == ["a-2-", "a-"]

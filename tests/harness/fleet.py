@@ -152,6 +152,20 @@ class Fleet:
         for name in names:
             self.wait_healthy(name)
 
+    def start_model_cluster(self, cluster: str) -> str:
+        """Start control services and a worker of another cluster in the same etcd; return the name of its
+        scheduler."""
+        names = [
+            self._launch_service(
+                kind, f"{cluster}-{kind}", ["--id", f"{cluster}-{kind}", "--cluster", cluster]
+            )
+            for kind in ("monitor", "migration", "scheduler")
+        ]
+        self.start_worker(f"{cluster}-worker", ["--cluster", cluster])
+        for name in names:
+            self.wait_healthy(name)
+        return names[-1]
+
     def _tailrace(
         self, name: str, kind: str, port: int, arguments: Sequence[str], env: Mapping[str, str]
     ) -> Process:

@@ -11,7 +11,7 @@ from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.local.progress import Progress, Step
-from tailrace.local.start import Starter
+from tailrace.local.start import Settings, Starter
 from tailrace.local.state import RunFolder, RunState
 from tailrace.service.etcd import etcd_command
 from tailrace.tiny import MODEL_PATH
@@ -39,7 +39,7 @@ async def started(
     """Run the plan's processes for the block. Raise PartFailed or TimeoutError if they do not start."""
     starter = Starter(plan, folder, progress, cores)
     with progress:
-        state = await starter.run(None, MODEL)
+        state = await starter.run(Settings(), MODEL)
     try:
         yield state
     finally:

@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -69,6 +70,21 @@ def _run_to_end(
         raise subprocess.CalledProcessError(status, command)
 
 
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The workers of a cluster."""
+
+    engine: str
+    workers: int = 1
+    # `--sim`'s, of simulated ones.
+    sim: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        """Return the options of `tailrace up`."""
+        sim = [word for each in self.sim for word in ("--sim", each)]
+        return ["--workers", str(self.workers), "--no-traces", "--engine", self.engine, *sim]
+
+
 class TailraceCluster(Server):
     """`tailrace up` with its own run folder."""
 
@@ -78,10 +94,10 @@ class TailraceCluster(Server):
         arguments: Sequence[str],
         front: str = "python",
         checkout: Path | None = None,
-        edge_for: str = "",
+        edge_for: Engines | None = None,
     ) -> None:
         """`arguments`: further options of `tailrace up`. `checkout`: run this other checkout's, from its
-        `.venv`. `edge_for`: behind an edge, with a worker of this engine, and no other options."""
+        `.venv`. `edge_for`: behind an edge, with these workers, and no other options."""
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="tailrace-bench-")
         (port,) = free_ports(1)
@@ -92,10 +108,13 @@ class TailraceCluster(Server):
         self._checkout = checkout
         self._tailrace = [python, "-m", "tailrace"]
         command = [*self._tailrace, "up", "--port", str(port), "--front", front, *arguments]
-        if edge_for:
-            flags = {"served-model-name": MODEL, "reasoning-parser": REASONING_PARSER}
-            model = {"model": str(MODEL_PATH), "engine": edge_for, "front": front, "replicas": 1}
-            fleet = {"http": f"127.0.0.1:{port}", "traces": "none", "models": [{**model, "flags": flags}]}
+        if edge_for is not None:
+            flags: dict[str, object] = {"served-model-name": MODEL, "reasoning-parser": REASONING_PARSER}
+            if edge_for.sim:
+                flags["sim"] = list(edge_for.sim)
+            model = {"model": str(MODEL_PATH), "engine": edge_for.engine, "replicas": edge_for.workers}
+            models = [{**model, "front": front, "flags": flags}]
+            fleet = {"http": f"127.0.0.1:{port}", "traces": "none", "models": models}
             file = Path(self._folder.name) / "fleet.yaml"
             # JSON is YAML.
             file.write_text(json.dumps(fleet))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.options import ClusterOptions, Engine, Front, OwnCluster
 from tailrace.local.plan import PartSpec, Plan, Tier, make_plan
 from tailrace.service.vllm_line import VllmLine
 
@@ -192,3 +192,48 @@ def test_models_share_the_gpus() -> None:
     other = dataclasses.replace(OPTIONS, workers=1, prefix="other-", earlier_workers=3, **changes)  # type: ignore[arg-type]
     workers = _plan(prefix="tiny-", others=(other,), edge="127.0.0.1:8000", **changes).tier(Tier.WORKER)
     assert [part.environment["CUDA_VISIBLE_DEVICES"] for part in workers] == ["0", "1", "2", "3"]
+
+
+def test_a_model_with_a_policy_of_its_own_has_a_cluster_of_its_own() -> None:
+    other = dataclasses.replace(
+        OPTIONS,
+        workers=1,
+        model="/models/other",
+        prefix="other-",
+        own=OwnCluster("c.other", "pascal", {}, {}),
+    )
+    plan = _plan(
+        cluster="c",
+        prefix="tiny-",
+        schedulers=2,
+        others=(other,),
+        edge="127.0.0.1:8000",
+        tls=True,
+        console=True,
+    )
+    clusters: dict[str, list[str]] = {}
+    for part in plan.parts:
+        clusters.setdefault(part.option("--cluster"), []).append(part.name)
+    assert clusters["c.other"] == [
+        "other-monitor",
+        "other-migration",
+        "other-scheduler-0",
+        "other-scheduler-1",
+        "other-worker-0",
+        "other-frontend",
+    ]
+    # One edge for all; it finds the other cluster by its name.
+    assert "edge" in clusters["c"] and "tiny-worker-0" in clusters["c"]
+    parts = {part.name: part for part in plan.parts}
+    schedulers = [parts[f"other-scheduler-{number}"].address for number in range(2)]
+    assert plan.own == {"c.other": ",".join(schedulers)}
+    assert plan.admin == ",".join(parts[f"scheduler-{number}"].address for number in range(2))
+    assert parts["monitor"].address in plan.environment["OTEL_EXPORTER_OTLP_ENDPOINT"]
+    spans = f"https://{parts['other-monitor'].address}"
+    for name in clusters["c.other"]:
+        assert parts[name].environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == spans
+    assert not any("OTEL_EXPORTER_OTLP_ENDPOINT" in parts[name].environment for name in clusters["c"])
+    listening = [part.address for part in plan.parts] + [part.option("--metrics") for part in plan.parts[1:]]
+    assert len({*listening}) == len(listening)
+    # Two journals.
+    assert parts["migration"].option("--journal") != parts["other-migration"].option("--journal")

@@ -12,7 +12,7 @@ import pytest
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartRefused
 from tailrace.local.progress import PlainProgress, Step
-from tailrace.local.start import Starter
+from tailrace.local.start import Settings, Starter
 from tailrace.local.state import RunFolder, RunState
 from tests.waiting import WAIT_S
 
@@ -52,7 +52,7 @@ async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
 
     folder.forget = forget_and_keep  # type: ignore[method-assign]
     with pytest.raises(PartFailed) as failure:
-        await Starter(plan, folder, PlainProgress(), cores=2).run(None, "tiny")
+        await Starter(plan, folder, PlainProgress(), cores=2).run(Settings(), "tiny")
     assert folder.read() is None
     return str(failure.value), states[0]
 
@@ -85,14 +85,14 @@ async def test_what_waits_for_its_turn_is_not_started_after_a_failure(
         for name in ("worker-0", "worker-1", "worker-2")
     ]
     with pytest.raises(PartFailed):
-        await Starter(_plan(*parts), folder, PlainProgress(), cores=1).run(None, "tiny")
+        await Starter(_plan(*parts), folder, PlainProgress(), cores=1).run(Settings(), "tiny")
     assert capsys.readouterr().err == "tailrace up: worker-0 starting\ntailrace up: worker-0 failed\n"
 
 
 async def test_a_part_that_refuses_its_command_line_is_told_from_others(folder: RunFolder) -> None:
     refusing = _plan(_part("frontend", _exit_with("Error: argument --dtype: invalid choice: 'foo'", 2)))
     with pytest.raises(PartRefused, match="argument --dtype: invalid choice: 'foo'"):
-        await Starter(refusing, folder, PlainProgress(), cores=2).run(None, "tiny")
+        await Starter(refusing, folder, PlainProgress(), cores=2).run(Settings(), "tiny")
 
 
 async def test_other_errors_are_shown_with_the_lines_before(folder: RunFolder) -> None:
@@ -118,7 +118,7 @@ async def test_a_part_that_is_not_ready_in_time(folder: RunFolder) -> None:
 
 async def test_a_missing_program(folder: RunFolder) -> None:
     with pytest.raises(PartFailed, match="cannot run /no/such/etcd: No such file"):
-        await Starter(_plan(_part("etcd", ["/no/such/etcd"])), folder, PlainProgress(), 2).run(None, "")
+        await Starter(_plan(_part("etcd", ["/no/such/etcd"])), folder, PlainProgress(), 2).run(Settings(), "")
 
 
 class _BothStarted(PlainProgress):
@@ -137,7 +137,7 @@ class _BothStarted(PlainProgress):
 async def test_an_interrupted_start_leaves_nothing_running(folder: RunFolder) -> None:
     progress = _BothStarted()
     plan = _plan(_part("a", _HANGS), _part("b", _HANGS))
-    task = asyncio.create_task(Starter(plan, folder, progress, 2).run(None, "tiny"))
+    task = asyncio.create_task(Starter(plan, folder, progress, 2).run(Settings(), "tiny"))
     await progress.both.wait()
     state = folder.read()
     assert state is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -119,6 +119,30 @@ async def test_cluster_cannot_access_another_clusters_keys(secured_etcd: Secured
     with pytest.raises(StoreUnavailable, match="permission denied"):
         await foreign.get("policy")
     await client.close()
+
+
+async def test_an_edge_reads_the_clusters_that_belong_to_its_own(secured_etcd: SecuredEtcd) -> None:
+    client = EtcdClient(
+        parse_endpoints([secured_etcd.etcd.endpoint]), transport(secured_etcd.authority, Role.ETCD_ROOT)
+    )
+    below = f"{CLUSTER}.chat"
+    await apply_rights(client, etcd_rights(below), below)
+    await client.close()
+    async with AsyncExitStack() as stack:
+        stores = {}
+        for role in (Role.FRONTEND, Role.EDGE):
+            own = transport(secured_etcd.authority, role)
+            stores[role] = Store(EtcdClient(parse_endpoints([secured_etcd.etcd.endpoint]), own), below)
+            stack.push_async_callback(stores[role].close)
+        await stores[Role.FRONTEND].put("services/frontend/f", b"here")
+        with pytest.raises(StoreUnavailable, match="permission denied"):
+            await stores[Role.EDGE].put("services/frontend/f", b"not mine")
+        edge = await secured_etcd.store(transport(secured_etcd.authority, Role.EDGE))
+        stack.push_async_callback(edge.close)
+        async with asyncio.timeout(WAIT_S), aclosing(edge.watch_below()) as watch:
+            assert await anext(watch) == {"chat/services/frontend/f": b"here"}
+        with pytest.raises(StoreUnavailable, match="permission denied"):
+            await Store(edge._client, f"{CLUSTER}2").get("policy")
 
 
 async def test_watch_survives_certificate_rotation(secured_etcd: SecuredEtcd) -> None:
