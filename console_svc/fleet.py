@@ -40,7 +40,7 @@ class TooManyViewers(Exception):
     """No further page can follow the fleet."""
 
 
-class Fleet:
+class WatchedFleet:
     """The fleet behind the admin API. Run `poll` as long as it is used."""
 
     def __init__(self, address: AdminAddress) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 import click
 from aiohttp import web
 
-from console_svc.fleet import Fleet
+from console_svc.fleet import WatchedFleet
 from console_svc.web import Site
 from tailrace.address import MalformedAddress, format_address, parse_address
 from tailrace.bounded import read_regular
@@ -104,7 +104,7 @@ def _token(file: Path) -> str:
 async def serve(admin: AdminAddress, host: str, port: int, token: str, shutdown: Shutdown) -> None:
     """Run the console until cancelled. Raise ListenError."""
     async with AsyncExitStack() as stack:
-        fleet = Fleet(admin)
+        fleet = WatchedFleet(admin)
         stack.push_async_callback(fleet.close)
         runner = web.AppRunner(
             Site(fleet, AuditFile(None), host, token).app(), access_log=None, shutdown_timeout=_CLOSE_S

@@ -33,7 +33,7 @@ import grpc
 from aiohttp import web
 from google.protobuf.message import DecodeError
 
-from console_svc.fleet import Fleet, TooManyViewers, reason_of
+from console_svc.fleet import TooManyViewers, WatchedFleet, reason_of
 from tailrace.security.audit import AuditEntry, AuditSink
 
 _CALL_TIMEOUT_S: Final = 10.0
@@ -145,7 +145,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Site:
     """The pages of one console."""
 
-    def __init__(self, fleet: Fleet, audit: AuditSink, host: str, token: str) -> None:
+    def __init__(self, fleet: WatchedFleet, audit: AuditSink, host: str, token: str) -> None:
         """`host`: where it listens; `token`: what a request must bring, empty: nothing."""
         self._fleet = fleet
         self._audit = audit

@@ -21,7 +21,7 @@ IN_FLIGHT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseAdoption:
     """Why an adoption is refused."""
 
     reason: str
@@ -43,22 +43,22 @@ class Commit:
 
 def evaluate(
     table: StreamTable, stream: Stream | None, target: str, adopt: worker_pb2.Adopt
-) -> Commit | Wait | Refuse:
+) -> Commit | Wait | RefuseAdoption:
     """Decide on an adoption, without side effects."""
     if stream is None or not table.is_live(stream):
-        return Refuse("the request has ended")
+        return RefuseAdoption("the request has ended")
     if stream.request_id != adopt.request_id:
-        return Refuse("the handle names another request")
+        return RefuseAdoption("the handle names another request")
     if stream.epoch != adopt.from_epoch:
-        return Refuse(f"epoch {adopt.from_epoch} is over, it is {stream.epoch} now")
+        return RefuseAdoption(f"epoch {adopt.from_epoch} is over, it is {stream.epoch} now")
     if adopt.epoch <= stream.epoch:
-        return Refuse(f"epoch {adopt.epoch} is not after {stream.epoch}")
+        return RefuseAdoption(f"epoch {adopt.epoch} is not after {stream.epoch}")
     if stream.owner is None:
-        return Refuse("the request is between instances")
+        return RefuseAdoption("the request is between instances")
     if stream.owner == target:
-        return Refuse("the request is already there")
+        return RefuseAdoption("the request is already there")
     if stream.accepted > adopt.next_index:
-        return Refuse(f"the source has continued to index {stream.accepted}")
+        return RefuseAdoption(f"the source has continued to index {stream.accepted}")
     if stream.accepted < adopt.next_index:
         return Wait(adopt.next_index - stream.accepted)
     return Commit(stream.owner)
@@ -130,7 +130,7 @@ class Adoptions:
         stream = self._table.get(adopt.handle)
         verdict = evaluate(self._table, stream, target, adopt)
         match verdict:
-            case Refuse(reason):
+            case RefuseAdoption(reason):
                 self._reply(target, adopt, reason)
             case Wait(missing):
                 reason = f"{missing} tokens of the source did not arrive within {IN_FLIGHT_S:g} s"

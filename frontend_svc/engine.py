@@ -24,7 +24,7 @@ from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.api_server.spec import ADAPTER_CALLS
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed
 from frontend_svc.fair_gate import FairMetrics
-from frontend_svc.fleet import Fleet, ServedModel
+from frontend_svc.fleet import ModelFleet, ServedModel
 from frontend_svc.links import Loss, WorkerLinks, abort_message
 from frontend_svc.liveness import Liveness
 from frontend_svc.observer import FrontendMetrics, Load, RequestTraces, StreamObserver, load_of
@@ -91,12 +91,12 @@ class FleetEngine:
     ) -> None:
         """Build the parts; `run` starts them.
 
-        `served`: see Fleet; `answers`: None if no answers are kept; `adapters`: None
+        `served`: see ModelFleet; `answers`: None if no answers are kept; `adapters`: None
         if those that users load are not shared. `on_models(keys)` is called with the keys of the models that
         the front end is connected to whenever they may have changed. `ipc_folder` holds the API server's
         ROUTER (`in`) and PULL (`out`) sockets.
         """
-        self.fleet = Fleet(members, served)
+        self.fleet = ModelFleet(members, served)
         self._max_streams = settings.limits.max_streams
         self._on_models = on_models
         self._shared_adapters = adapters

@@ -20,13 +20,13 @@ from prometheus_client.registry import Collector
 from frontend_svc.admission import NO_INSTANCE, NO_TURN, TENANT_FULL, Refused
 from frontend_svc.streams import Stream
 from tailrace.telemetry.metrics import counter_by, gauge_by
-from tailrace.tenancy.fair_queue import Entry, FairQueue, TenantQueueFull
+from tailrace.tenancy.fair_queue import FairQueue, Queued, TenantQueueFull
 from tailrace.tenancy.keys import Share
 
 
 @dataclass(slots=True)
 class _Waiting:
-    entry: Entry[Stream]
+    entry: Queued[Stream]
     # Set when its turn has come.
     admitted: asyncio.Event
 

@@ -58,7 +58,7 @@ class ServedModel:
 _NO_PREFILL: Final = frozenset({Pool.DECODE, Pool.PREFILL_TO_DECODE})
 
 
-class Fleet:
+class ModelFleet:
     """Combine membership with what instances report over their links, which etcd may not show yet.
 
     Only instances of the front end's model are in it. While a rollout decides which model takes the new

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from frontend_svc.placement import FALLBACK, Chosen
+from frontend_svc.placement import FALLBACK_PLACEMENT, Chosen
 from frontend_svc.streams import (
     ANSWER_BEGUN,
     FINISHED,
@@ -65,7 +65,7 @@ class FrontendMetrics(Collector):
         self.refused = Counter(dict.fromkeys(_STATUSES, 0))
         self.rejected = Counter(dict.fromkeys((reason.value for reason in Reject), 0))
         self.recoveries = Counter(dict.fromkeys(_CAUSES, 0))
-        self.placements = Counter({FALLBACK: 0})
+        self.placements = Counter({FALLBACK_PLACEMENT: 0})
         self.adoptions = 0
         self.engine_deaths = 0
         self.placement_seconds = Histogram(

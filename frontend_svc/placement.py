@@ -12,7 +12,7 @@ from typing import Final
 import grpc
 import msgspec
 
-from frontend_svc.fleet import Fleet
+from frontend_svc.fleet import ModelFleet
 from frontend_svc.links import Outbox
 from frontend_svc.streams import Stream, StreamTable
 from tailrace.cache.names import Naming, block_names
@@ -68,7 +68,7 @@ def prefix_of(stream: Stream, naming: Naming | None) -> Prefix:
 _ATTEMPTS: Final = 3
 # Slower than any reader.
 _PACE_MAX_S: Final = 60.0
-FALLBACK: Final = "fallback"
+FALLBACK_PLACEMENT: Final = "fallback"
 """Who placed a request if no scheduler did (`Chosen.by`)."""
 
 
@@ -102,7 +102,7 @@ class InstanceChooser:
     """
 
     def __init__(
-        self, frontend_id: str, fleet: Fleet, outbox: Outbox, table: StreamTable, channels: Channels
+        self, frontend_id: str, fleet: ModelFleet, outbox: Outbox, table: StreamTable, channels: Channels
     ) -> None:
         self._frontend_id = frontend_id
         self._fleet = fleet
@@ -225,7 +225,7 @@ class InstanceChooser:
     def _least_loaded(self, candidates: list[str]) -> Chosen:
         count = self._table.count_owned
         best = min(self._fleet.prefilling(candidates), key=lambda i: (count(i), i))
-        return Chosen(best, FALLBACK)
+        return Chosen(best, FALLBACK_PLACEMENT)
 
 
 def _pace_s(reply: scheduler_pb2.PlaceReply) -> float:

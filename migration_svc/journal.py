@@ -25,7 +25,7 @@ _DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LINE_PREFIX: Final = b'{"type":"'
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+class JournalOpened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """Written before the target is called."""
 
     migration_id: str
@@ -39,7 +39,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     opened_s: float
 
 
-class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
+class JournalClosed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
     """Written when the outcome is known."""
 
     migration_id: str
@@ -66,8 +66,8 @@ class Journal:
         self._encoder = msgspec.json.Encoder()
         self._lines_max = lines_max
         # Migrations that an earlier run left open, oldest first.
-        self.unfinished: list[Opened] = []
-        self._open: dict[str, Opened] = {}
+        self.unfinished: list[JournalOpened] = []
+        self._open: dict[str, JournalOpened] = {}
         self._lines = 0
         self._path = path
         self._file: LineFile | None = None
@@ -85,14 +85,14 @@ class Journal:
                 raise
             self._write_failed(error)
 
-    def write(self, entry: Opened | Closed) -> None:
+    def write(self, entry: JournalOpened | JournalClosed) -> None:
         """Append an entry. It is in the file when this returns; a crash of the machine may lose it.
 
         If it cannot be written, that is logged once, and the next entry tries to rewrite all open migrations.
         """
         if self._path is None:
             return
-        if isinstance(entry, Opened):
+        if isinstance(entry, JournalOpened):
             self._open[entry.migration_id] = entry
         else:
             self._open.pop(entry.migration_id, None)
@@ -147,22 +147,22 @@ class Journal:
         return file
 
 
-def _read(path: Path) -> list[Opened]:
+def _read(path: Path) -> list[JournalOpened]:
     if not path.exists():
         return []
-    open_now: dict[str, Opened] = {}
+    open_now: dict[str, JournalOpened] = {}
     damaged: list[str] = []
     is_journal = True
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line:
             continue
         try:
-            entry = msgspec.json.decode(line, type=Opened | Closed)
+            entry = msgspec.json.decode(line, type=JournalOpened | JournalClosed)
         except msgspec.DecodeError as error:
             damaged.append(f"line {number}: {error}")
             is_journal &= line.startswith(_LINE_PREFIX) or _LINE_PREFIX.startswith(line)
             continue
-        if isinstance(entry, Opened):
+        if isinstance(entry, JournalOpened):
             open_now[entry.migration_id] = entry
         else:
             open_now.pop(entry.migration_id, None)

@@ -9,12 +9,12 @@ from typing import Final
 
 import click
 
-from migration_svc.admission import Admission
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import CopyRules
 from migration_svc.runs import History, Runs
 from migration_svc.servicer import MigrationServicer
+from migration_svc.slots import MigrationSlots
 from migration_svc.traces import MigrationTraces
 from tailrace.handover import MIGRATE_MAX_S, SETTLE_S, TRANSFERS
 from tailrace.numeric import WholeRange
@@ -60,14 +60,14 @@ def command(common: CommonOptions, journal: Path | None, limit: int, queue: int,
             f"--patience (twice) and --timeout: with {SETTLE_S:g} s for its end a migration may take "
             f"{longest_s:g} s, and schedulers wait {MIGRATE_MAX_S:g} s"
         )
-    admission = Admission(limit, queue, rules.room_wait_s)
-    run_service(lambda shutdown: serve(common, journal, admission, rules, shutdown))
+    slots = MigrationSlots(limit, queue, rules.room_wait_s)
+    run_service(lambda shutdown: serve(common, journal, slots, rules, shutdown))
 
 
 async def serve(
     common: CommonOptions,
     journal_path: Path | None,
-    admission: Admission,
+    slots: MigrationSlots,
     rules: CopyRules,
     shutdown: Shutdown,
 ) -> None:
@@ -76,7 +76,7 @@ async def serve(
         with file_of("--journal"):
             journal = Journal(journal_path)
         history = History()
-        metrics = MigrationMetrics(service.registry, lambda: len(runs), lambda: admission.waiting)
+        metrics = MigrationMetrics(service.registry, lambda: len(runs), lambda: slots.waiting)
         members = service.members
 
         def begin_models() -> None:
@@ -85,7 +85,7 @@ async def serve(
         begin_models()
         members.add_listener(begin_models)
         traces = MigrationTraces(service.tracing)
-        runs = Runs(service.channels, admission, journal, history, metrics, traces, rules)
+        runs = Runs(service.channels, slots, journal, history, metrics, traces, rules)
         servicer = MigrationServicer(runs, history, lambda: members.instances)
         services = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
         try:
@@ -103,7 +103,7 @@ async def serve(
                     await membership.aclose()
                     await runs.wait()
 
-                waits_s = admission.max_wait_s + rules.room_wait_s
+                waits_s = slots.max_wait_s + rules.room_wait_s
                 with shutdown.draining(drain, waits_s + rules.timeout_s + SETTLE_S + _MARGIN_S):
                     try:
                         await asyncio.get_running_loop().create_future()

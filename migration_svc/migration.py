@@ -11,9 +11,9 @@ from typing import Final
 
 import grpc
 
-from migration_svc.admission import Admission, NotAdmitted
-from migration_svc.journal import Closed, Journal, Opened
+from migration_svc.journal import Journal, JournalClosed, JournalOpened
 from migration_svc.metrics import MigrationMetrics
+from migration_svc.slots import MigrationSlots, NotAdmitted
 from migration_svc.traces import MigrationTrace, MigrationTraces
 from tailrace.handover import SETTLE_S
 from tailrace.numeric import Duration, WholeRange
@@ -39,7 +39,7 @@ _UNREACHABLE_S: Final = 3.0
 class CopyRules:
     """How a request is copied."""
 
-    # As long as a migration may wait for a slot before (admission.py).
+    # As long as a migration may wait for a slot before (slots.py).
     room_wait_s: float = setting(
         10.0,
         "Maximum seconds that a migration waits for a slot, and again for room at its target.",
@@ -96,7 +96,7 @@ class MigrationRun:
 
     async def run(
         self,
-        admission: Admission,
+        slots: MigrationSlots,
         channels: Channels,
         journal: Journal,
         metrics: MigrationMetrics,
@@ -106,9 +106,7 @@ class MigrationRun:
         record, begun = self.record, False
         trace = traces.start(self._order.request.traceparent, record)
         try:
-            async with admission.slot(
-                record.request_id, record.source_instance_id, record.target_instance_id
-            ):
+            async with slots.hold(record.request_id, record.source_instance_id, record.target_instance_id):
                 journal.write(opened := self._opened())
                 begun = True
                 problem = await self._import(channels, trace)
@@ -212,9 +210,9 @@ class MigrationRun:
             word = "aborted" if state == ABORTED else "ended in an unknown way"
             log.warning("migration %s of %s %s: %s", record.migration_id, record.request_id, word, error)
 
-    def _opened(self) -> Opened:
+    def _opened(self) -> JournalOpened:
         record = self.record
-        return Opened(
+        return JournalOpened(
             migration_id=record.migration_id,
             request_id=record.request_id,
             source_instance_id=record.source_instance_id,
@@ -227,7 +225,7 @@ class MigrationRun:
         )
 
 
-async def ask_end(entry: Opened, channels: Channels) -> worker_pb2.ImportEvent:
+async def ask_end(entry: JournalOpened, channels: Channels) -> worker_pb2.ImportEvent:
     """Have the target abort a migration unless it is being committed, and return how it ended."""
     stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address, Role.WORKER))
     request = worker_pb2.CancelImportRequest(migration_id=entry.migration_id)
@@ -252,9 +250,9 @@ async def ask_end(entry: Opened, channels: Channels) -> worker_pb2.ImportEvent:
         await asyncio.sleep(_RETRY_S)
 
 
-def closed(record: migration_pb2.MigrationRecord) -> Closed:
+def closed(record: migration_pb2.MigrationRecord) -> JournalClosed:
     """Return the journal's entry of a migration that has ended."""
-    return Closed(
+    return JournalClosed(
         migration_id=record.migration_id,
         committed=record.state == COMMITTED,
         error=record.error,

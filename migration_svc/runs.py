@@ -10,10 +10,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
-from migration_svc.admission import Admission
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import ENDED, CopyRules, MigrationRun, Order, ask_end, closed
+from migration_svc.slots import MigrationSlots
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
 from tailrace.request_ids import matching
@@ -82,7 +82,7 @@ class Runs:
     def __init__(
         self,
         channels: Channels,
-        admission: Admission,
+        slots: MigrationSlots,
         journal: Journal,
         history: History,
         metrics: MigrationMetrics,
@@ -90,7 +90,7 @@ class Runs:
         rules: CopyRules,
     ) -> None:
         self._channels = channels
-        self._admission = admission
+        self._slots = slots
         self._journal = journal
         self._history = history
         self._metrics = metrics
@@ -180,7 +180,7 @@ class Runs:
         self._history.add(record)
         run = MigrationRun(record, order, self._rules, on_change)
         task = asyncio.create_task(
-            run.run(self._admission, self._channels, self._journal, self._metrics, self._traces),
+            run.run(self._slots, self._channels, self._journal, self._metrics, self._traces),
             name=f"migration {record.migration_id}",
         )
         self._tasks.add(task)

@@ -8,7 +8,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from monitor_svc.reports import Reports, missed_objectives
+from monitor_svc.reports import LatestReports, missed_objectives
 from monitor_svc.servicer import Feed, MonitorServicer
 from monitor_svc.traces import TraceStore
 from tailrace.slo import Slo
@@ -28,7 +28,7 @@ class MonitorGauges(Collector):
 
     def __init__(
         self,
-        reports: Reports,
+        reports: LatestReports,
         feed: Feed,
         servicer: MonitorServicer,
         traces: TraceStore,

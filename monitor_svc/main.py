@@ -11,7 +11,7 @@ import click
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
 from monitor_svc.gauges import MonitorGauges
-from monitor_svc.reports import Reports
+from monitor_svc.reports import LatestReports
 from monitor_svc.servicer import MONITOR_SERVICE, Feed, MonitorServicer, add_to_server, watch_silence
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.numeric import Duration, WholeRange
@@ -54,7 +54,7 @@ async def serve(
     """Run the monitor until cancelled. Raise StoreUnavailable, ListenError or OSError."""
     async with open_service(KIND, common) as service:
         members = service.members
-        reports = Reports(silence_timeout_s)
+        reports = LatestReports(silence_timeout_s)
         feed = Feed(reports)
         traces = TraceStore(trace_spans)
         servicer = MonitorServicer(reports, feed, traces)

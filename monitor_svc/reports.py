@@ -78,7 +78,7 @@ class InstanceReports:
         return self.steady.encoded + events.SerializeToString()
 
 
-class Reports:
+class LatestReports:
     """The cluster's state as reported. `silent`: instances without a report for longer than
     `silence_timeout_s`."""
 

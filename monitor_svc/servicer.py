@@ -15,7 +15,7 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from monitor_svc.reports import ReceivedReport, Reports
+from monitor_svc.reports import LatestReports, ReceivedReport
 from monitor_svc.traces import AmbiguousTraceError, TraceStore
 from tailrace.security.handlers import Handler
 from tailrace.service.tasks import cancel
@@ -88,7 +88,7 @@ _TRACING_OFF: Final = (
 class MonitorServicer:
     """Receive reports and pass them on."""
 
-    def __init__(self, reports: Reports, feed: Feed, traces: TraceStore) -> None:
+    def __init__(self, reports: LatestReports, feed: Feed, traces: TraceStore) -> None:
         # Counted since the start, for metrics.
         self.reports_received = 0
         self.phase_events: dict[int, int] = dict.fromkeys(types_pb2.Phase.values(), 0)
@@ -214,7 +214,7 @@ class Subscription:
     When it overflows with events, it is replaced by a snapshot.
     """
 
-    def __init__(self, reports: Reports, events_max: int) -> None:
+    def __init__(self, reports: LatestReports, events_max: int) -> None:
         self.resnapshots = -1
         self._reports = reports
         self._events_max = events_max
@@ -278,7 +278,7 @@ class Subscription:
 class Feed:
     """All subscriptions."""
 
-    def __init__(self, reports: Reports, events_max: int = _EVENTS_MAX) -> None:
+    def __init__(self, reports: LatestReports, events_max: int = _EVENTS_MAX) -> None:
         # Snapshots sent to past subscribers whose queue had overflowed.
         self._resnapshots = 0
         self._reports = reports
@@ -315,7 +315,9 @@ class Feed:
 _CHECKS_PER_TIMEOUT: Final = 8
 
 
-async def watch_silence(reports: Reports, feed: Feed, members: Membership, silence_timeout_s: float) -> None:
+async def watch_silence(
+    reports: LatestReports, feed: Feed, members: Membership, silence_timeout_s: float
+) -> None:
     """Check for silent instances several times per timeout, until cancelled."""
     interval_s = silence_timeout_s / _CHECKS_PER_TIMEOUT
     checked_s = time.monotonic()

@@ -13,10 +13,10 @@ import grpc
 from google.protobuf.message import Message
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.loop import Traceparents
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import MigrationStarter
 from scheduler_svc.settings import ETCD_LAG_S, Settings
+from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import (
     Action,
     CopyPrefix,

@@ -11,8 +11,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tailrace.cluster import InstanceState
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy
 from tailrace.members import Members
 from tailrace.model_identity import covers, is_model
 from tailrace.perf.steps import StepModel

@@ -19,8 +19,8 @@ from typing import Final, Generic, TypeVar
 from scheduler_svc.admin.validation import policy_record
 from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
 from tailrace.control.events import PolicyFollowed
+from tailrace.control.guard import PolicyCall, PolicyGuard
 from tailrace.control.live import LiveControl
-from tailrace.control.runner import Call, Guard
 from tailrace.records import PolicyRecord, encode_policy, resumed, suspended
 from tailrace.service.watchdog import restart_process, watched_calls
 from tailrace.slo import Slo
@@ -55,7 +55,9 @@ class Following:
     watch is right, also about what others have written since.
     """
 
-    def __init__(self, control: LiveControl, members: Membership, settings: Settings, guard: Guard) -> None:
+    def __init__(
+        self, control: LiveControl, members: Membership, settings: Settings, guard: PolicyGuard
+    ) -> None:
         self._guard = guard
         self._control = control
         self._members = members
@@ -144,7 +146,7 @@ class Following:
         """
         return watched_calls(self._current_call, self._on_late, self._on_hung)
 
-    def _guards(self) -> list[Guard]:
+    def _guards(self) -> list[PolicyGuard]:
         shadow = self._control.shadow
         return [self._guard] if shadow is None else [self._guard, shadow.guard]
 
@@ -152,14 +154,14 @@ class Following:
         return next((call for guard in self._guards() if (call := guard.call) is not None), None)
 
     def _on_late(self, call: object) -> None:
-        assert isinstance(call, Call)
+        assert isinstance(call, PolicyCall)
         for guard in self._guards():
             # In the watchdog's thread: by the next line the call may have ended, and another one begun.
             if guard.call is call:
                 guard.stuck = call
 
     def _on_hung(self, call: object, seconds: float) -> None:
-        assert isinstance(call, Call)
+        assert isinstance(call, PolicyCall)
         what, name, active = call.what, call.of.name, self._control.active
         log.critical(
             "policy %s has not returned from %s for %.1f s: restarting without it", name, what, seconds

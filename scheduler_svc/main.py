@@ -23,19 +23,22 @@ from scheduler_svc.cache_sync import CacheSync
 from scheduler_svc.desired import LOOP, DesiredMetrics
 from scheduler_svc.drainer import Drainer
 from scheduler_svc.following import Following, hung_before
-from scheduler_svc.loop import DecisionLoop, SchedulerServicer, Traceparents
+from scheduler_svc.loop import DecisionLoop
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.monitor_watch import MonitorWatch
 from scheduler_svc.orphans import remove_orphaned_records
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
+from scheduler_svc.servicer import SchedulerServicer
 from scheduler_svc.settings import Settings
+from scheduler_svc.traceparents import Traceparents
 from tailrace.brief_help import BriefCommand
+from tailrace.control.active_policy import ActivePolicy, warm_up
 from tailrace.control.events import KnownMembers, MembersChanged
+from tailrace.control.guard import DEFAULT_BUDGETS, Budgets, PolicyGuard
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import DEFAULT_BUDGETS, ActivePolicy, Budgets, Guard, warm_up
 from tailrace.numeric import Duration, RealRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters, load
@@ -210,7 +213,7 @@ class Parts:
         migration_starter = MigrationStarter(self.state, migrations, traceparents)
         workers = WorkerCalls(self.state, service.channels, traceparents)
         self.actuator = Actuator(self.state, migration_starter, workers, settings, self.metrics)
-        guard = Guard(self.metrics, budgets, waited_for_core_s)
+        guard = PolicyGuard(self.metrics, budgets, waited_for_core_s)
         self.control = LiveControl(self.state, self.active, self.actuator, guard)
         self._following = Following(self.control, service.members, settings, guard)
         guard.on_suspend = self._following.suspend

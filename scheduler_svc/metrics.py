@@ -18,7 +18,7 @@ from tailrace.actions import (
     SetPool,
     SetStages,
 )
-from tailrace.control.runner import Point
+from tailrace.control.runner import DecisionPoint
 from tailrace.telemetry.incidents import LimitedLog
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class SchedulerMetrics:
         )
 
         # From the start: of a series that appears with its first event, `increase()` misses that event.
-        for point in Point:
+        for point in DecisionPoint:
             self.decision_seconds.labels(point.value)
         for action, outcomes in _OUTCOMES.items():
             for outcome in (*outcomes, "refused", "failed", "dropped"):
@@ -153,14 +153,14 @@ class SchedulerMetrics:
 
     def in_force(self, policy: str) -> None:
         """Export the errors of the policy that decides from now on, although there are none yet."""
-        for point in Point:
+        for point in DecisionPoint:
             self.policy_errors.labels(policy, point.value)
 
-    def observe_duration(self, point: Point, seconds: float) -> None:
+    def observe_duration(self, point: DecisionPoint, seconds: float) -> None:
         """Record how long a call of the policy took."""
         self.decision_seconds.labels(point.value).observe(seconds)
 
-    def failed(self, policy: str, point: Point, why: str) -> None:
+    def failed(self, policy: str, point: DecisionPoint, why: str) -> None:
         """Count a bad answer of a policy, and log it."""
         self.policy_errors.labels(policy, point.value).inc()
         self._errors.write(

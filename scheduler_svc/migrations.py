@@ -18,7 +18,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.loop import Traceparents
+from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import WhenFull
 from tailrace.cluster import InstanceState, Phase, RequestView
 from tailrace.control.events import MigrationClosed, MigrationOpened

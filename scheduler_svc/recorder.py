@@ -20,7 +20,7 @@ from tailrace.control.recording import (
     recorded_actions,
     recorded_placement,
 )
-from tailrace.control.runner import PlaceQuestion, Point, Question
+from tailrace.control.runner import DecisionPoint, PlaceQuestion, Question
 
 # Unread bytes. A reader that is slower gets the end of the recording, not one with a gap.
 _BYTES_MAX: Final = 128 * 1024 * 1024
@@ -102,7 +102,7 @@ class Recorder:
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
         """Record a placement."""
         request_id = question.arrival.request_id
-        self.tap(Decided(Point.PLACE.value, policy, request_id, recorded_placement(placement)))
+        self.tap(Decided(DecisionPoint.PLACE.value, policy, request_id, recorded_placement(placement)))
 
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
         """Record any other decision."""

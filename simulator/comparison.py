@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from simulator.estimate import Best, Estimate, best_of, estimate
-from simulator.parallel import Progress, Task, run_tasks
-from simulator.scenario import Fleet, Outcome, Scenario, run_brief, run_scenario
+from simulator.parallel import Task, TaskProgress, run_tasks
+from simulator.scenario import Scenario, ScenarioResult, SimulatedFleet, run_brief, run_scenario
 from simulator.setups import Setup
 from simulator.workloads.base import Workload
 from simulator.workloads.resolve import WorkloadOptions
@@ -39,7 +39,7 @@ class Plan:
     seeds: Sequence[int]
     # Options of all runs; rate and seed are set for each.
     options: WorkloadOptions
-    fleet: Fleet
+    fleet: SimulatedFleet
     slo: Slo
     predicts: str | None = None
     # Start of each seed's section of a trace, in seconds of its own time; other workloads start where the
@@ -69,7 +69,7 @@ class Cell:
     policy: str
     workload: str
     rate: float | None
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[ScenarioResult]
 
     def values(self, figure: str) -> list[float]:
         """Return a figure's value for each seed."""
@@ -110,14 +110,14 @@ def compare(
     plan: Plan,
     *,
     processes: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[TaskProgress], None] | None = None,
 ) -> Comparison:
     """Run a plan on several processes. Raise TaskError, which names the run that failed.
 
     The outcomes of the first seed at the highest rate include their detail.
     """
     highest = max(plan.rates, key=lambda rate: rate or 0.0)
-    tasks: dict[tuple[str, str, float | None, int], Task[Outcome]] = {}
+    tasks: dict[tuple[str, str, float | None, int], Task[ScenarioResult]] = {}
     for workload in plan.workloads:
         for rate in plan.rates:
             for policy in plan.policies:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from simulator.estimate import Estimate
-from simulator.scenario import Figures, Fleet, Scenario, kinds_of
+from simulator.scenario import Figures, Scenario, SimulatedFleet, kinds_of
 from simulator.setups import Setup
 from tailrace.intra.registry import intra_needs
 from tailrace.policy.deployment import Fact
@@ -108,7 +108,7 @@ def describe_fleet(scenario: Scenario) -> str:
     return f"· {describe_instances(scenario.fleet)}"
 
 
-def describe_instances(fleet: Fleet) -> str:
+def describe_instances(fleet: SimulatedFleet) -> str:
     """Describe the number and kind of the instances."""
     kinds = kinds_of(fleet.profile, fleet.instances)
     return ", ".join(f"{count} instance{'' if count == 1 else 's'} of {name}" for name, count in kinds)

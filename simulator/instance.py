@@ -18,7 +18,7 @@ from simulator.blocks import blocks_for
 from simulator.cluster import InstanceSpec
 from simulator.events import NEVER, EventQueue
 from simulator.host_memory import HostMemory
-from simulator.intervals import RecentIntervals
+from simulator.intervals import StepRunIntervals
 from simulator.job import Job, JobState
 from simulator.prefix_cache import PrefixCache
 from simulator.prompts import Prompts, rank_of
@@ -119,7 +119,7 @@ class Instance:
         # Identifies the current run, so that end events of cut runs can be ignored.
         self._version = 0
         self._starting = False
-        self._intervals = RecentIntervals()
+        self._intervals = StepRunIntervals()
         # Snapshots to read before the next change.
         self.snapshots: list[Snapshot] = []
 

@@ -13,7 +13,7 @@ IntervalSum = tuple[int, float]
 _NO_INTERVALS: IntervalSum = (0, 0.0)
 
 
-class RecentIntervals:
+class StepRunIntervals:
     """Mean over the last one to two seconds: the current second and the one before.
 
     Like worker_agent.engine.step_times, but for whole runs of steps: each step's duration counts once for
@@ -42,7 +42,7 @@ class RecentIntervals:
     def mean_s(self, now: float, run: StepRun, steps: int, requests: int) -> float:
         """Return the mean including `steps` steps of the current run, without adding them; 0.0 if no token
         was recent."""
-        recent = RecentIntervals()
+        recent = StepRunIntervals()
         recent._second, recent._now, recent._before = self._second, self._now, self._before
         recent._advance_to(_second_of(now))
         recent.add(run, steps, requests)

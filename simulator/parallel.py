@@ -41,7 +41,7 @@ class Task(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TaskProgress:
     """Progress after the end of a task."""
 
     name: str
@@ -80,7 +80,7 @@ def run_tasks(
     tasks: Sequence[Task[T]],
     *,
     processes: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[TaskProgress], None] | None = None,
     succeeded: Callable[[str, T], None] | None = None,
     failed: Callable[[TaskError], None] | None = None,
 ) -> dict[str, T]:
@@ -187,7 +187,7 @@ class _Run(Generic[T]):
     def __init__(
         self,
         tasks: Sequence[Task[T]],
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[TaskProgress], None] | None,
         succeeded: Callable[[str, T], None] | None,
         failed: Callable[[TaskError], None] | None,
     ) -> None:
@@ -232,7 +232,7 @@ class _Run(Generic[T]):
         self._cost_done += task.cost
         if self._progress is not None:
             share = self._cost_done / self._cost if self._cost > 0.0 else 1.0
-            self._progress(Progress(task.name, self._done, self._total, share))
+            self._progress(TaskProgress(task.name, self._done, self._total, share))
 
 
 def _work(link: Connection) -> None:

@@ -55,7 +55,7 @@ def kinds_of(text: str, instances: int | None) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     """A fleet of instances, as a user describes it."""
 
     # Name of a built-in profile, or the path of a JSON file; likewise for the penalty. Of unequal instances,
@@ -93,7 +93,7 @@ class Scenario:
     policy: str
     workload: str
     options: WorkloadOptions
-    fleet: Fleet
+    fleet: SimulatedFleet
     slo: Slo
     # One of `simulator.setups.PREDICTIONS`; None: the default of the policy's setup.
     predicts: str | None = None
@@ -169,7 +169,7 @@ class Detail:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScenarioResult:
     """The result of a scenario."""
 
     scenario: Scenario
@@ -188,12 +188,12 @@ class Outcome:
         return tail_by_bin((reasoning, ttft_s) for reasoning, _, ttft_s in self.points)
 
 
-def run_brief(scenario: Scenario) -> Outcome:
+def run_brief(scenario: Scenario) -> ScenarioResult:
     """Simulate a scenario without its detail, so that little is sent between processes."""
     return replace(run_scenario(scenario), detail=None)
 
 
-def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> Outcome:
+def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = None) -> ScenarioResult:
     """Simulate a scenario; `progress` is called with the share of requests done.
 
     Raise WorkloadError, UnknownSetupError, ParameterError, ProfileError or LengthPenaltyError for invalid
@@ -202,7 +202,7 @@ def run_scenario(scenario: Scenario, progress: Callable[[float], None] | None = 
     workload = _workload(scenario.workload, scenario.options)
     result = simulated(scenario, progress)
     instance = scenario.fleet.spec().instances[0]
-    return Outcome(
+    return ScenarioResult(
         scenario=scenario,
         source=workload.source,
         figures=figures_of(result, scenario.slo),

@@ -37,7 +37,8 @@ from tailrace.actions import (
 from tailrace.cluster import Arrival, Stage, length_bounds
 from tailrace.collector import collector_paused
 from tailrace.control.admission import TtftAdmission
-from tailrace.control.runner import Moment, PlainCalls, Point, PolicyFailed, PolicyRunner
+from tailrace.control.guard import PlainCalls, PolicyFailed
+from tailrace.control.runner import DecisionPoint, Moment, PolicyRunner
 from tailrace.intra.base import IntraPolicy
 from tailrace.policy.base import Policy
 from tailrace.policy.registry import declared
@@ -158,15 +159,15 @@ class Simulation:
 
     def prefill_done(self, instance: Instance, job: Job, now: float) -> None:
         """Let the policy choose where to decode."""
-        self._publish_phase(instance, job, Point.PREFILL_DONE, now)
+        self._publish_phase(instance, job, DecisionPoint.PREFILL_DONE, now)
 
     def reasoning_ended(self, instance: Instance, job: Job, now: float) -> None:
         """Let the policy choose where to answer."""
-        self._publish_phase(instance, job, Point.REASONING_ENDED, now)
+        self._publish_phase(instance, job, DecisionPoint.REASONING_ENDED, now)
 
     def stage_outgrown(self, instance: Instance, job: Job, now: float) -> None:
         """Let the policy move a request that has outgrown its stage."""
-        self._publish_phase(instance, job, Point.LENGTH_BOUNDARY, now)
+        self._publish_phase(instance, job, DecisionPoint.LENGTH_BOUNDARY, now)
 
     def finished(self, instance: Instance, job: Job, now: float) -> None:
         """Record the end of a request."""
@@ -267,7 +268,7 @@ class Simulation:
         self._completed.add(job)
         self._active_s = self._events.now
 
-    def _publish_phase(self, instance: Instance, job: Job, point: Point, now: float) -> None:
+    def _publish_phase(self, instance: Instance, job: Job, point: DecisionPoint, now: float) -> None:
         tokens = job.tokens_at(instance.boundary)
         request = None
         if self._runner.has_handler(point):

@@ -11,9 +11,9 @@ import numpy as np
 
 from simulator.cluster import InstanceSpec
 from simulator.comparison import Cell
-from simulator.parallel import Progress, Task, run_tasks
+from simulator.parallel import Task, TaskProgress, run_tasks
 from simulator.request import SimRequest
-from simulator.scenario import Fleet, Outcome, Scenario, kinds_of, run_brief
+from simulator.scenario import Scenario, ScenarioResult, SimulatedFleet, kinds_of, run_brief
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.policy.parameters import Value
 from tailrace.profiles import Profile, load_profile
@@ -67,7 +67,7 @@ class Kind:
             return f"{self.name}:{count}"
         return f"{self.base},{self.name}:{count}" if count else self.base
 
-    def fleet(self, count: int, fleet: Fleet) -> Fleet:
+    def fleet(self, count: int, fleet: SimulatedFleet) -> SimulatedFleet:
         """Return `fleet` with so many instances of this kind."""
         profile = self.profile(count)
         return replace(fleet, profile=profile, instances=sum(each for _, each in kinds_of(profile, None)))
@@ -84,7 +84,7 @@ class SizePlan:
     # The seed is set for each run.
     options: WorkloadOptions
     # But for the kind and number of its instances.
-    fleet: Fleet
+    fleet: SimulatedFleet
     slo: Slo
     # Share of the requests that must meet the SLO.
     attainment: float
@@ -162,7 +162,7 @@ def size_fleets(
     plan: SizePlan,
     *,
     processes: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[TaskProgress], None] | None = None,
 ) -> Sizing:
     """Size every policy with every kind, on several processes.
 
@@ -242,10 +242,10 @@ def _run(
     plan: SizePlan,
     asked: Mapping[tuple[str, Kind], Sequence[int]],
     processes: int | None,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[TaskProgress], None] | None,
 ) -> list[tuple[tuple[str, Kind], int, Cell]]:
     """Simulate these numbers of instances, with every seed."""
-    tasks: dict[tuple[tuple[str, Kind], int, int], Task[Outcome]] = {}
+    tasks: dict[tuple[tuple[str, Kind], int, int], Task[ScenarioResult]] = {}
     for pair, counts in asked.items():
         for count in counts:
             for seed in plan.seeds:

@@ -49,7 +49,7 @@ _WAITING = frozenset({JobState.QUEUED, JobState.SWAPPED})
 _NO_UPDATES: Mapping[Job, CountedRequest] = MappingProxyType({})
 
 
-class ReportedRequests(RequestTable):
+class JobTable(RequestTable):
     """The requests of an instance, whose views are made only on access; counts and prompts without any."""
 
     __slots__ = ("_instance", "_model", "_pending", "_report", "_updates")
@@ -386,7 +386,7 @@ class Views(ClusterModel[_InstanceState]):
             migration_tokens_per_s=None
             if report.incoming_bytes_per_s is None
             else report.incoming_bytes_per_s / spec.profile.kv_bytes_per_token,
-            requests=ReportedRequests(
+            requests=JobTable(
                 self, instance, report, dict(updates) if updates else _NO_UPDATES, tuple(pending)
             ),
         )

@@ -16,7 +16,7 @@ DEFAULT_TPOT_S: Final = 0.15
 READING_S: Final = 0.1
 
 
-class Answer(Protocol):
+class MeasuredAnswer(Protocol):
     """The measurements by which an SLO is evaluated; None: no answer so far."""
 
     @property
@@ -85,7 +85,7 @@ class Slo:
             return self.pace_s
         return READING_S if self.tpot_s is None else min(READING_S, self.tpot_s)
 
-    def met_by(self, answer: Answer) -> bool:
+    def met_by(self, answer: MeasuredAnswer) -> bool:
         """Return whether the request met all objectives. A refused one did not."""
         if answer.ttft_s is None or answer.tpot_s is None or answer.qoe is None:
             return False
@@ -109,7 +109,7 @@ class Slo:
             parts.append(f"refused if TTFT is predicted beyond {self.admit * self.ttft_s:g} s")
         return ", ".join(parts) or "finished"
 
-    def _reasoning_s(self, answer: Answer) -> float:
+    def _reasoning_s(self, answer: MeasuredAnswer) -> float:
         return 0.0 if self.tpot_s is None else self.tpot_s * answer.reasoning_tokens
 
 

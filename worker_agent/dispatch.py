@@ -64,7 +64,7 @@ class SubmissionTarget(Protocol):
         """Take a submission; see Engine.submit."""
 
 
-class Admission:
+class AdmissionControl:
     """Accept or reject submissions before they reach the engine."""
 
     def __init__(
@@ -161,7 +161,7 @@ class Dispatcher:
     def __init__(
         self,
         engine: Engine,
-        admission: Admission,
+        admission: AdmissionControl,
         exports: Exports,
         imports: Imports,
         pulls: Pulls,

@@ -14,7 +14,7 @@ from tailrace.perf.remaining import tokens_left
 from tailrace.telemetry.incidents import guarded
 from tailrace.v1 import monitor_pb2, worker_pb2
 from worker_agent.engine.base import EngineStats, RequestStats
-from worker_agent.progress import Progress
+from worker_agent.progress import StepProgress
 from worker_agent.running_requests import RunningRequest
 from worker_agent.speeds import Speeds
 
@@ -107,7 +107,7 @@ def _add_profiled(load: monitor_pb2.InstanceLoad, stats: EngineStats, speeds: Sp
 class Heartbeats:
     """Heartbeats that tell each front end of the engine's steps, and what its metrics show of the engine."""
 
-    def __init__(self, progress: Progress, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, progress: StepProgress, stats: Callable[[], EngineStats]) -> None:
         self._progress = progress
         self._stats = stats
 

@@ -38,7 +38,7 @@ class StepBounds:
         return min(self.limit_s, max(self.floor_s, _LONGEST_STEP_FACTOR * expected_s))
 
 
-class Progress:
+class StepProgress:
     """Track the engine's steps. Pure: callers pass the statistics and the time in monotonic seconds."""
 
     def __init__(self, bounds: StepBounds, now_s: float) -> None:
@@ -68,7 +68,7 @@ class Progress:
 
 
 async def watch_progress(
-    stats: Callable[[], EngineStats], progress: Progress, on_stuck: Callable[[str], None]
+    stats: Callable[[], EngineStats], progress: StepProgress, on_stuck: Callable[[str], None]
 ) -> None:
     """Check periodically; call `on_stuck` once if the engine is stuck, then return. Run until cancelled."""
     loop = asyncio.get_running_loop()

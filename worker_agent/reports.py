@@ -93,7 +93,7 @@ class _MonitorChanged(Exception):
 _ENDED: Final = (grpc.aio.AioRpcError, _Closed, _MonitorChanged, TimeoutError, asyncio.InvalidStateError)
 
 
-class Reports:
+class ReportStream:
     """Report while `run` runs, reconnecting forever. Nothing on the data path waits for it.
 
     One monitor gets the reports: the leader, or the next that can be reached. Schedulers watch all monitors,

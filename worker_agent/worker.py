@@ -14,7 +14,7 @@ from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import first_address, preferred
-from tailrace.service.message_stream import Admission as StreamAdmission
+from tailrace.service.message_stream import StreamAccess as StreamAdmission
 from tailrace.service.message_stream import serve_streams
 from tailrace.service.options import new_incarnation
 from tailrace.service.runtime import ServiceContext
@@ -26,7 +26,7 @@ from tailrace.v1.cache_pb2_grpc import add_CacheServicer_to_server
 from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker_agent.bidask.coordinator import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
-from worker_agent.dispatch import Admission, AttachStreams, Dispatcher, refusal_message
+from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher, refusal_message
 from worker_agent.draining import Draining
 from worker_agent.engine.base import Engine, EngineInfo, EngineStats
 from worker_agent.engines import kv_transport
@@ -45,7 +45,7 @@ from worker_agent.prefixes.loans import Loans
 from worker_agent.prefixes.pulls import Copies, LoanLink, PromptLink, PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
 from worker_agent.profiling.profiler import Profiler
-from worker_agent.progress import Progress, StepBounds, watch_progress
+from worker_agent.progress import StepBounds, StepProgress, watch_progress
 from worker_agent.registration import (
     Addressee,
     instance_record,
@@ -53,7 +53,7 @@ from worker_agent.registration import (
     replaced_message,
     wait_until_free,
 )
-from worker_agent.reports import PhaseEvents, Reports
+from worker_agent.reports import PhaseEvents, ReportStream
 from worker_agent.returns import Returns
 from worker_agent.running_requests import RunningRequests
 from worker_agent.servicer import WorkerServicer
@@ -203,7 +203,7 @@ class _WorkerBuilder:
 
     def open_migrations(self) -> None:
         """Create both ends of migrations."""
-        self._admission = Admission(
+        self._admission = AdmissionControl(
             self._pulls,
             self._front_ends,
             self._running,
@@ -352,7 +352,7 @@ class _WorkerBuilder:
         """Start the tasks that run as long as the worker does."""
         settings = self._settings
         bounds = StepBounds(settings.step_floor_s, settings.step_limit_s)
-        progress = Progress(bounds, asyncio.get_running_loop().time())
+        progress = StepProgress(bounds, asyncio.get_running_loop().time())
         heartbeats = Heartbeats(progress, self._stats)
         loops: dict[str, Loop] = {
             "heartbeats": lambda: send_heartbeats(self._front_ends, _SILENCE_S, heartbeats),
@@ -398,9 +398,9 @@ class _WorkerBuilder:
             drain,
         )
 
-    def _reports(self) -> Reports:
+    def _reports(self) -> ReportStream:
         speeds = KnownSpeeds(self._info.profile, self._settings, self._profiler.kind, self._service.members)
-        return Reports(
+        return ReportStream(
             self._instance_id,
             self._own.incarnation,
             self._info.kv_shape.block_tokens,

@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.claims import ares, arrow, cascade, pascal
 from experiments.claims.base import WHOLE, Claim, Effort, Experiment, Figures, Finding, Run, RunFailedError
 from experiments.claims.verdicts import judged
-from simulator.parallel import Progress, Task, TaskError, run_tasks
+from simulator.parallel import Task, TaskError, TaskProgress, run_tasks
 
 
 class UnknownClaimError(ValueError):
@@ -71,7 +71,7 @@ def check(
     chosen: Sequence[Experiment],
     *,
     processes: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[TaskProgress], None] | None = None,
     known: Mapping[str, Figures] | None = None,
     measured: Callable[[Run, Figures], None] | None = None,
 ) -> list[CheckedClaim]:

@@ -26,7 +26,7 @@ from experiments.claims.verdicts import number
 from experiments.policies.grounds import GROUNDS, Case
 from experiments.policies.measure import capacity_per_s, measure
 from experiments.policies.page import Found, grounds_of, plot, section, with_parts
-from simulator.parallel import Progress, Task, run_tasks
+from simulator.parallel import Task, TaskProgress, run_tasks
 from tests.harness.report import RESULTS
 
 _ORDER: Final = "earliest_due"
@@ -56,7 +56,7 @@ def run(
     """Run what is not kept yet; return all figures, and the capacities by ground."""
     began_s = time.monotonic()
 
-    def show(done: Progress) -> None:
+    def show(done: TaskProgress) -> None:
         if done.done % 20 == 0 or done.done == done.total:
             took_s = time.monotonic() - began_s
             console.print(f"{took_s:.0f} s: {done.done} of {done.total} ({done.share:.0%})", style="dim")

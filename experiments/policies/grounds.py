@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from simulator.comparison import section_starts_s
-from simulator.scenario import Fleet, Scenario
+from simulator.scenario import Scenario, SimulatedFleet
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tailrace.slo import Slo
 
@@ -23,7 +23,7 @@ class Ground:
     name: str
     title: str
     workload: str
-    fleet: Fleet
+    fleet: SimulatedFleet
     slo: Slo
     # Requests per second that the fleet certainly serves.
     least_rate_per_s: float
@@ -41,13 +41,13 @@ class Ground:
 GROUNDS: Final[Mapping[str, Ground]] = {
     ground.name: ground
     for ground in (
-        Ground("reasoning", "Reasoning (R1)", "r1", Fleet(_R1, 8), Slo(2.0, 0.1), 2.0, longer=4.0),
-        Ground("chat", "Chat, tight SLOs", "sharegpt_turns", Fleet(_LLAMA, 4), Slo(0.5, 0.03), 15.0),
+        Ground("reasoning", "Reasoning (R1)", "r1", SimulatedFleet(_R1, 8), Slo(2.0, 0.1), 2.0, longer=4.0),
+        Ground("chat", "Chat, tight SLOs", "sharegpt_turns", SimulatedFleet(_LLAMA, 4), Slo(0.5, 0.03), 15.0),
         Ground(
             "unequal",
             "Chat on two H100 and two RTX 4090",
             "sharegpt_turns",
-            Fleet(f"{_LLAMA}:2,llama-3.1-8b-rtx4090:2", 4),
+            SimulatedFleet(f"{_LLAMA}:2,llama-3.1-8b-rtx4090:2", 4),
             Slo(0.5, 0.05),
             8.0,
         ),
@@ -55,16 +55,18 @@ GROUNDS: Final[Mapping[str, Ground]] = {
             "agents",
             "Agents in loops, prefix caches",
             "agent_sessions",
-            Fleet(_LLAMA, 4, prefix_caching=True),
+            SimulatedFleet(_LLAMA, 4, prefix_caching=True),
             Slo(5.0, 0.1),
             12.0,
         ),
-        Ground("mixed", "Short and long, little KV", "plain_mix", Fleet(_LLAMA, 4), Slo(2.0, 0.1), 15.0),
+        Ground(
+            "mixed", "Short and long, little KV", "plain_mix", SimulatedFleet(_LLAMA, 4), Slo(2.0, 0.1), 15.0
+        ),
         Ground(
             "code",
             "Code completion (Azure)",
             "azure:{traces}/azure_llm_2023/AzureLLMInferenceTrace_code.csv",
-            Fleet(_LLAMA, 4),
+            SimulatedFleet(_LLAMA, 4),
             Slo(3.0, 0.1),
             25.0,
             section=6_000,
@@ -73,7 +75,7 @@ GROUNDS: Final[Mapping[str, Ground]] = {
             "conversation",
             "Conversation (Azure)",
             "azure:{traces}/azure_llm_2023/AzureLLMInferenceTrace_conv.csv",
-            Fleet(_LLAMA, 4),
+            SimulatedFleet(_LLAMA, 4),
             Slo(2.0, 0.15),
             40.0,
             section=8_000,
@@ -82,7 +84,7 @@ GROUNDS: Final[Mapping[str, Ground]] = {
             "long-prompts",
             "Long prompts (Mooncake), prefix caches",
             "mooncake:{traces}/mooncake/conversation_trace.jsonl",
-            Fleet(_LLAMA, 4, prefix_caching=True),
+            SimulatedFleet(_LLAMA, 4, prefix_caching=True),
             Slo(30.0, 0.1),
             1.5,
             longer=5.0,

@@ -26,8 +26,8 @@ from rich.progress import Progress
 from experiments.shards.measure import SEARCHED, Case, Outcome, measure, sustained_rate
 from experiments.shards.tables import groups, table
 from experiments.shards.ways import ALL, FEW, SESSIONS, WORKLOADS, Way
-from simulator.parallel import Progress as Done
 from simulator.parallel import Task, run_tasks
+from simulator.parallel import TaskProgress as Done
 from tests.harness.report import print_json, save, table_console
 
 FRONT_ENDS: Final = 8

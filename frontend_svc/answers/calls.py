@@ -41,7 +41,7 @@ class OpenCall(msgspec.Struct, frozen=True, kw_only=True):
     streams: bool
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True):
+class OpenedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """How to run the request."""
 
     answer_id: str
@@ -69,7 +69,7 @@ class Denial(msgspec.Struct, frozen=True, kw_only=True):
 class OpenReply(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two; neither: run the request as if answers were not kept."""
 
-    opened: Opened | None = None
+    opened: OpenedAnswer | None = None
     denied: Denial | None = None
 
 

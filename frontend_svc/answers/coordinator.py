@@ -29,19 +29,13 @@ from frontend_svc.answers.calls import (
     OpenReply,
     parse_run_name,
 )
-from frontend_svc.answers.delivery import Delivery, Progress, progress_of
+from frontend_svc.answers.delivery import Delivery, LoggedProgress, progress_of
 from frontend_svc.answers.locate import AnswerHolders, AnswerQuery
 from frontend_svc.answers.messages import REFUSAL_REASONS, decode_part, encode_part
 from frontend_svc.answers.metrics import AnswerMetrics
 from frontend_svc.answers.opening import SUPERSEDED, AnswerOpener
 from frontend_svc.answers.replication import ReplicaPeers, Replication
-from frontend_svc.answers.store import (
-    Answer,
-    AnswerStore,
-    Entry,
-    PartRefusal,
-    RemovalReason,
-)
+from frontend_svc.answers.store import AnswerStore, KeptAnswer, LogEntry, PartRefusal, RemovalReason
 from frontend_svc.streams import FINISHED, Stream
 from tailrace.request_ids import without_number
 from tailrace.service.tasks import cancel, task_error
@@ -84,7 +78,7 @@ class RunRequest:
 
     delivery: Delivery
     part: str
-    progress: Progress
+    progress: LoggedProgress
 
 
 class AnswerCoordinator:
@@ -196,7 +190,7 @@ class AnswerCoordinator:
             self._show(delivery, part, frames, len(token_ids), bool(flags & FINISHED))
             return
         model = stream.model if stream.accepted == len(token_ids) else ""
-        self._append(answer, Entry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model))
+        self._append(answer, LogEntry(part, tuple(token_ids), flags, tuple(detach_buffers(frames)), model))
 
     def instance_heard(self) -> None:
         """Note that an instance sent outputs, of any stream."""
@@ -268,7 +262,7 @@ class AnswerCoordinator:
         answer = delivery.answer
         future = asyncio.get_running_loop().create_future()
         self._pending_notes.setdefault(call.answer_id, []).append((len(answer.entries) + 1, future))
-        self._append(answer, Entry("", (), 0, (call.note,)))
+        self._append(answer, LogEntry("", (), 0, (call.note,)))
         await future
 
     async def close_run(self, call: CloseCall) -> None:
@@ -289,7 +283,7 @@ class AnswerCoordinator:
 
     # ---- runs, for requests that open answers
 
-    def begin_run(self, answer: Answer, arrival: int, replica: str, replica_entries: int | None) -> None:
+    def begin_run(self, answer: KeptAnswer, arrival: int, replica: str, replica_entries: int | None) -> None:
         """Begin a run for the request with this arrival number, and end the one in progress."""
         self._end_current_run(answer.head.answer_id)
         self._deliveries[answer.head.answer_id] = Delivery(answer, arrival)
@@ -301,11 +295,11 @@ class AnswerCoordinator:
         delivery = self._deliveries.get(answer_id)
         return delivery is not None and delivery.current and delivery.arrival > arrival
 
-    async def confirm_key(self, answer: Answer) -> bool:
+    async def confirm_key(self, answer: KeptAnswer) -> bool:
         """Return whether no other front end has the answer's key."""
         return await self._replication.confirm_key(answer)
 
-    def withdraw(self, answer: Answer) -> None:
+    def withdraw(self, answer: KeptAnswer) -> None:
         """End the run in progress and remove its answer."""
         self._end_current_run(answer.head.answer_id)
         self._remove(answer, None)
@@ -373,7 +367,7 @@ class AnswerCoordinator:
 
     # ---- internal
 
-    def _append(self, answer: Answer, entry: Entry) -> None:
+    def _append(self, answer: KeptAnswer, entry: LogEntry) -> None:
         self.store.append(answer, entry, self._clock())
         if answer.removed:
             log.info("answer %s is too large to be kept", answer.head.answer_id)
@@ -382,7 +376,7 @@ class AnswerCoordinator:
         else:
             self._replication.appended(answer)
 
-    def _on_released(self, answer: Answer, entries: int) -> None:
+    def _on_released(self, answer: KeptAnswer, entries: int) -> None:
         answer_id = answer.head.answer_id
         delivery = self._deliveries.get(answer_id)
         if delivery is not None and delivery.answer is answer and delivery.current:
@@ -395,7 +389,7 @@ class AnswerCoordinator:
             elif not future.done():
                 future.set_result(None)
 
-    def _on_superseded(self, answer: Answer) -> None:
+    def _on_superseded(self, answer: KeptAnswer) -> None:
         """Drop an answer that another front end serves by now; this branch of its log must not be
         continued."""
         self._metrics.superseded += 1
@@ -430,7 +424,7 @@ class AnswerCoordinator:
             if not future.done():
                 future.set_result(None)
 
-    def _remove(self, answer: Answer, reason: RemovalReason | None) -> None:
+    def _remove(self, answer: KeptAnswer, reason: RemovalReason | None) -> None:
         self._replication.discard(answer)
         self.store.remove(answer, reason)
 

@@ -6,12 +6,12 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from frontend_svc.answers.store import Answer, Entry
+from frontend_svc.answers.store import KeptAnswer, LogEntry
 from frontend_svc.streams import FINISHED
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoggedProgress:
     """What an engine request of a run starts with: its tokens so far and their flags."""
 
     token_ids: array[int]
@@ -26,7 +26,7 @@ class Progress:
         return bool(self.flags & FINISHED)
 
 
-def progress_of(answer: Answer, part: str) -> Progress:
+def progress_of(answer: KeptAnswer, part: str) -> LoggedProgress:
     """Return the progress of one engine request according to the log."""
     token_ids, flags, model = array("I"), 0, ""
     for entry in answer.entries:
@@ -34,7 +34,7 @@ def progress_of(answer: Answer, part: str) -> Progress:
             token_ids.extend(entry.token_ids)
             flags |= entry.flags
             model = model or entry.model
-    return Progress(token_ids, flags, model)
+    return LoggedProgress(token_ids, flags, model)
 
 
 class Delivery:
@@ -45,7 +45,7 @@ class Delivery:
     events of the same log.
     """
 
-    def __init__(self, answer: Answer, arrival: int = 0) -> None:
+    def __init__(self, answer: KeptAnswer, arrival: int = 0) -> None:
         """`arrival`: number of the HTTP request, in order of arrival at this front end."""
         self.answer = answer
         self.run = answer.run
@@ -62,7 +62,7 @@ class Delivery:
         """Return whether no later run has begun."""
         return self.run == self.answer.run and self.answer.served_here
 
-    def take_due(self) -> Iterator[tuple[str, Entry]]:
+    def take_due(self) -> Iterator[tuple[str, LogEntry]]:
         """Yield the entries to deliver now, each with its engine request, and count them as delivered.
 
         Notes are skipped: they are for the next run.

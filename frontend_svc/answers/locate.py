@@ -7,7 +7,7 @@ from typing import Protocol
 
 from frontend_svc.answers.messages import decode_part
 from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerUnreachable
-from frontend_svc.answers.store import Answer, AnswerStore
+from frontend_svc.answers.store import AnswerStore, KeptAnswer
 from tailrace.v1 import answers_pb2
 
 
@@ -28,7 +28,7 @@ class AnswerQuery:
     answer_id: str = ""
     key: str = ""
 
-    def local(self, store: AnswerStore) -> Answer | None:
+    def local(self, store: AnswerStore) -> KeptAnswer | None:
         """Return the answer if it is in this front end's store."""
         return store.get(self.answer_id) if self.answer_id else store.find_by_key(self.tenant, self.key)
 
@@ -67,7 +67,7 @@ class Locations:
     expired: bool
 
 
-def _local_location(answer: Answer) -> AnswerLocation:
+def _local_location(answer: KeptAnswer) -> AnswerLocation:
     head = answer.head
     return AnswerLocation(
         answer.run,
@@ -126,7 +126,7 @@ class Fetched:
     `replica`: the front end that has all of it; empty: none that is known.
     """
 
-    answer: Answer
+    answer: KeptAnswer
     replica: str
 
 

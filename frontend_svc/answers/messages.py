@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from frontend_svc.answers.store import Entry, Head, Part, PartRefusal
+from frontend_svc.answers.store import Head, LogEntry, Part, PartRefusal
 from tailrace.v1 import answers_pb2
 
 REFUSAL_REASONS: Final = {
@@ -59,10 +59,10 @@ def encode_part(part: Part) -> answers_pb2.AnswerPart:
     return message
 
 
-def _decode_entry(message: answers_pb2.AnswerEntry) -> Entry:
+def _decode_entry(message: answers_pb2.AnswerEntry) -> LogEntry:
     # Interned, because all entries of a part share its name.
     part = sys.intern(message.part)
-    return Entry(part, tuple(message.token_ids), message.flags, tuple(message.frames), message.model)
+    return LogEntry(part, tuple(message.token_ids), message.flags, tuple(message.frames), message.model)
 
 
 def decode_part(message: answers_pb2.AnswerPart) -> Part:

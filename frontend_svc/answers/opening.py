@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from frontend_svc.admission import Refusal
-from frontend_svc.answers.calls import UNLIMITED, Denial, OpenCall, Opened, OpenReply, parse_event_id
+from frontend_svc.answers.calls import UNLIMITED, Denial, OpenCall, OpenedAnswer, OpenReply, parse_event_id
 from frontend_svc.answers.locate import AnswerHolders, AnswerQuery, Fetched, fetch, locate
 from frontend_svc.answers.metrics import AnswerMetrics
-from frontend_svc.answers.store import Answer, AnswerStore, AnswerTooLarge, Head, StoreFull
+from frontend_svc.answers.store import AnswerStore, AnswerTooLarge, Head, KeptAnswer, StoreFull
 
 # Attempts to resolve a key that two front ends were given at the same time.
 _ATTEMPTS: Final = 4
@@ -49,7 +49,7 @@ _LOST: Final = _denial(
 class AnswerRuns(Protocol):
     """The runs of answers at this front end (implemented by the coordinator)."""
 
-    def begin_run(self, answer: Answer, arrival: int, replica: str, replica_entries: int | None) -> None:
+    def begin_run(self, answer: KeptAnswer, arrival: int, replica: str, replica_entries: int | None) -> None:
         """Begin a run for the request with this arrival number, and end the one in progress.
 
         `replica`: the front end that should have the copy, which has `replica_entries` entries already.
@@ -58,10 +58,10 @@ class AnswerRuns(Protocol):
     def is_superseded(self, answer_id: str, arrival: int) -> bool:
         """Return whether a later request has begun a run already."""
 
-    async def confirm_key(self, answer: Answer) -> bool:
+    async def confirm_key(self, answer: KeptAnswer) -> bool:
         """Return whether no other front end has the answer's key."""
 
-    def withdraw(self, answer: Answer) -> None:
+    def withdraw(self, answer: KeptAnswer) -> None:
         """End the run in progress and remove its answer."""
 
 
@@ -97,7 +97,7 @@ class AnswerOpener:
             return OpenReply(denied=outcome)
         return OpenReply(opened=outcome)
 
-    async def _resume(self, call: OpenCall, arrival: int) -> Opened | Denial:
+    async def _resume(self, call: OpenCall, arrival: int) -> OpenedAnswer | Denial:
         event = parse_event_id(call.last_event_id)
         if event is None:
             return _denial(400, "This Last-Event-ID does not belong to a kept answer.")
@@ -124,7 +124,7 @@ class AnswerOpener:
                 return self._begin_fetched(fetched, arrival, number, fetched.answer.ended.get(run, 0))
         return _EXPIRED
 
-    async def _open_by_key(self, call: OpenCall, arrival: int) -> Opened | Denial | None:
+    async def _open_by_key(self, call: OpenCall, arrival: int) -> OpenedAnswer | Denial | None:
         for _ in range(_ATTEMPTS):
             if call.key:
                 located = await locate(AnswerQuery(call.tenant, key=call.key), self._store, self._holders)
@@ -170,7 +170,7 @@ class AnswerOpener:
                 return settled
         return _denial(409, "Another request with this Idempotency-Key has just arrived; try again.")
 
-    async def _confirm_key(self, answer: Answer) -> Opened | Denial | None:
+    async def _confirm_key(self, answer: KeptAnswer) -> OpenedAnswer | Denial | None:
         """Open the answer's run once no other front end has its key. Return None if another one has it."""
         run = answer.run
         try:
@@ -185,7 +185,7 @@ class AnswerOpener:
             if not answer.key_confirmed and answer.served_here and answer.run == run:
                 self._runs.withdraw(answer)
 
-    def _begin_fetched(self, fetched: Fetched, arrival: int, skip: int, skip_tokens: int) -> Opened:
+    def _begin_fetched(self, fetched: Fetched, arrival: int, skip: int, skip_tokens: int) -> OpenedAnswer:
         answer = fetched.answer
         self._metrics.begun["claimed" if fetched.replica else "here"] += 1
         # The front end that handed it over has all of it.
@@ -195,9 +195,9 @@ class AnswerOpener:
         return _opened(answer, skip, skip_tokens)
 
 
-def _opened(answer: Answer, skip: int, skip_tokens: int) -> Opened:
+def _opened(answer: KeptAnswer, skip: int, skip_tokens: int) -> OpenedAnswer:
     head = answer.head
-    return Opened(
+    return OpenedAnswer(
         answer_id=head.answer_id,
         run=answer.run,
         skip=skip,

@@ -61,7 +61,7 @@ class PeerCallFailed(Exception):
     """The peer is reachable, but the call was refused, was too large, or met a bug."""
 
 
-class Peers:
+class FrontEndPeers:
     """Call front ends with the same `setting`: there vLLM's API server makes the same response of the same
     log."""
 

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from frontend_svc.answers.messages import decode_refusal, encode_part
 from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable
-from frontend_svc.answers.store import Answer, AnswerStore, PartRefusal
+from frontend_svc.answers.store import AnswerStore, KeptAnswer, PartRefusal
 from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import answers_pb2
@@ -44,7 +44,7 @@ class ReplicaPeers(Protocol):
 class _Copy:
     """What the second front end has of one answer."""
 
-    answer: Answer
+    answer: KeptAnswer
     peer: Peer
     # Whether delivery waits for this copy. A copy that replaces a lost one (or none) is of no use before it
     # has all that was in the log when copying began, so until then delivery does not wait for it.
@@ -79,8 +79,8 @@ class Replication:
         frontend_id: str,
         store: AnswerStore,
         peers: ReplicaPeers,
-        on_released: Callable[[Answer, int], None],
-        on_superseded: Callable[[Answer], None],
+        on_released: Callable[[KeptAnswer, int], None],
+        on_superseded: Callable[[KeptAnswer], None],
         on_called: Callable[[float], None],
         keepalive_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -110,7 +110,7 @@ class Replication:
         # Number of times a front end that held copies did not answer.
         self.peers_lost = 0
 
-    def copied_to(self, answer: Answer) -> str:
+    def copied_to(self, answer: KeptAnswer) -> str:
         """Return the front end that has or is getting a copy; empty if none."""
         copy = self._copies.get(answer.head.answer_id)
         return "" if copy is None else copy.peer.frontend_id
@@ -122,7 +122,7 @@ class Replication:
             for answer in self._store
         )
 
-    def begin(self, answer: Answer, prefer: str = "", replica_entries: int | None = None) -> None:
+    def begin(self, answer: KeptAnswer, prefer: str = "", replica_entries: int | None = None) -> None:
         """Begin to copy a run that begins here.
 
         `prefer`: the front end that should have the copy; `replica_entries`: how many entries it has already.
@@ -140,7 +140,7 @@ class Replication:
             self._on_released(answer, replica_entries)
         self._enqueue(copy)
 
-    async def confirm_key(self, answer: Answer) -> bool:
+    async def confirm_key(self, answer: KeptAnswer) -> bool:
         """Wait until the second front end has the answer; return False if its key is in use there."""
         copy = self._copies.get(answer.head.answer_id)
         if copy is None or copy.has_head:
@@ -149,7 +149,7 @@ class Replication:
         self._key_checks[answer.head.answer_id] = future
         return await future
 
-    def appended(self, answer: Answer) -> None:
+    def appended(self, answer: KeptAnswer) -> None:
         """Copy entries or a state that were added to the answer."""
         copy = self._copies.get(answer.head.answer_id)
         if copy is None or copy.refused or not copy.blocks_delivery:
@@ -162,14 +162,14 @@ class Replication:
         if self._deaf_since_s is not None:
             self._release_held()
 
-    def stop(self, answer: Answer) -> None:
+    def stop(self, answer: KeptAnswer) -> None:
         """Stop copying an answer that is not served here any more; the copy stays where it is."""
         copy = self._copies.pop(answer.head.answer_id, None)
         if copy is not None and (queue := self._queues.get(copy.peer.incarnation)) is not None:
             queue.pending.pop(answer.head.answer_id, None)
         self._resolve_key_check(answer.head.answer_id, True)
 
-    def discard(self, answer: Answer) -> None:
+    def discard(self, answer: KeptAnswer) -> None:
         """Stop copying an answer that was removed, and remove its copy."""
         copy = self._copies.get(answer.head.answer_id)
         self.stop(answer)
@@ -307,7 +307,7 @@ class Replication:
         self._resolve_key_check(answer.head.answer_id, True)
         self._release_unprotected(answer)
 
-    def _start_new_copy(self, answer: Answer) -> None:
+    def _start_new_copy(self, answer: KeptAnswer) -> None:
         """Copy an answer to another front end while its run continues without a copy."""
         peer = self._peers.choose_replica(_replica_key(answer))
         if peer is None:
@@ -331,7 +331,7 @@ class Replication:
             if not answer.complete and not answer.removed:
                 self._start_new_copy(answer)
 
-    def _release_unprotected(self, answer: Answer) -> None:
+    def _release_unprotected(self, answer: KeptAnswer) -> None:
         """Deliver entries that no second front end has, unless this one may be the one that is cut off."""
         if self._deaf_since_s is None:
             self._on_released(answer, len(answer.entries))
@@ -358,7 +358,7 @@ class Replication:
         return True
 
 
-def _replica_key(answer: Answer) -> str:
+def _replica_key(answer: KeptAnswer) -> str:
     """Return the key by which an answer's second front end is chosen.
 
     It is the idempotency key if there is one, so that two front ends that are given one key at the same time

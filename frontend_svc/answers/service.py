@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.answers.metrics import AnswerMetrics
-from frontend_svc.answers.peers import Peers, rendezvous_rank
+from frontend_svc.answers.peers import FrontEndPeers, rendezvous_rank
 from frontend_svc.answers.store import AnswerStore
 from frontend_svc.settings import Settings
 from tailrace.members import Members
@@ -55,9 +55,9 @@ def answers_servicer(coordinator: AnswerCoordinator) -> Servicer:
 def keep_answers(
     settings: Settings, setting: str, members: Members, channels: Channels, registry: CollectorRegistry
 ) -> AnswerCoordinator:
-    """Build the coordinator of a front end that keeps answers. `setting`: see Peers."""
+    """Build the coordinator of a front end that keeps answers. `setting`: see FrontEndPeers."""
     store = AnswerStore(settings.frontend_id, settings.keep_answers_bytes, rendezvous_rank)
-    peers = Peers(members, settings.frontend_id, setting, channels)
+    peers = FrontEndPeers(members, settings.frontend_id, setting, channels)
     return AnswerCoordinator(
         settings.frontend_id, settings.keep_answers_s, store, peers, AnswerMetrics(registry)
     )

@@ -52,7 +52,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """What one engine request of an answer produced in one step, or a note of the API server (with an empty
     part)."""
 
@@ -72,7 +72,7 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class KeptAnswer:
     """One answer and its log."""
 
     head: Head
@@ -80,7 +80,7 @@ class Answer:
     # of tokens in the log when they ended.
     run: int = 1
     ended: dict[int, int] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogEntry] = field(default_factory=list)
     tokens: int = 0
     # Whether the API server has sent all of it, or it is known to have ended.
     complete: bool = False
@@ -135,7 +135,7 @@ class Part:
     head: Head | None
     ended: dict[int, int]
     first_entry: int
-    entries: list[Entry]
+    entries: list[LogEntry]
     complete: bool
     frontend_id: str
 
@@ -148,7 +148,7 @@ def _next_run(run: int) -> int:
 class _Holding:
     """The answers of one tenant, least recently touched first."""
 
-    answers: OrderedDict[str, Answer] = field(default_factory=OrderedDict)
+    answers: OrderedDict[str, KeptAnswer] = field(default_factory=OrderedDict)
     size: int = 0
 
 
@@ -178,8 +178,8 @@ class AnswerStore:
         self._rank = rank
         self._next_run = next_run
         # Least recently touched first.
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
-        self._by_key: dict[tuple[str, str], Answer] = {}
+        self._answers: OrderedDict[str, KeptAnswer] = OrderedDict()
+        self._by_key: dict[tuple[str, str], KeptAnswer] = {}
         self._by_tenant: dict[str, _Holding] = {}
         # With the tenant that owned it.
         self._removed: OrderedDict[str, tuple[str, RemovalReason]] = OrderedDict()
@@ -188,14 +188,14 @@ class AnswerStore:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def __iter__(self) -> Iterator[Answer]:
+    def __iter__(self) -> Iterator[KeptAnswer]:
         return iter(list(self._answers.values()))
 
-    def get(self, answer_id: str) -> Answer | None:
+    def get(self, answer_id: str) -> KeptAnswer | None:
         """Return the answer with this id, or None."""
         return self._answers.get(answer_id)
 
-    def find_by_key(self, tenant: str, key: str) -> Answer | None:
+    def find_by_key(self, tenant: str, key: str) -> KeptAnswer | None:
         """Return the answer with this tenant's idempotency key, or None."""
         return self._by_key.get((tenant, key))
 
@@ -206,19 +206,19 @@ class AnswerStore:
 
     # ---- served here
 
-    def open(self, head: Head, now_s: float) -> Answer:
+    def open(self, head: Head, now_s: float) -> KeptAnswer:
         """Create an answer, served here, at its first run.
 
         Raise StoreFull (AnswerTooLarge), or ValueError if its id or key is in use.
         """
         if head.answer_id in self._answers or (head.key and (head.tenant, head.key) in self._by_key):
             raise ValueError(f"answer {head.answer_id}: its id or key is in use")
-        answer = Answer(head, frontend_id=self._frontend_id, key_confirmed=not head.key)
+        answer = KeptAnswer(head, frontend_id=self._frontend_id, key_confirmed=not head.key)
         self._insert(answer, now_s)
         answer.client_connected = True
         return answer
 
-    def begin_run(self, answer: Answer, now_s: float) -> None:
+    def begin_run(self, answer: KeptAnswer, now_s: float) -> None:
         """Begin a new run of an answer that a client resumes here."""
         self._end_current(answer)
         if not answer.served_here:
@@ -227,7 +227,7 @@ class AnswerStore:
         answer.frontend_id = self._frontend_id
         self._touch(answer, now_s)
 
-    def append(self, answer: Answer, entry: Entry, now_s: float) -> None:
+    def append(self, answer: KeptAnswer, entry: LogEntry, now_s: float) -> None:
         """Append an entry of the current run. An answer that has become too long is removed."""
         if answer.removed:
             return
@@ -235,7 +235,7 @@ class AnswerStore:
         if answer.size > self._max_answer_bytes or not self._make_room(answer):
             self.remove(answer, RemovalReason.NO_ROOM)
 
-    def end_run(self, answer: Answer, run: int, complete: bool, now_s: float) -> None:
+    def end_run(self, answer: KeptAnswer, run: int, complete: bool, now_s: float) -> None:
         """Record that no client is connected to this run any more. `complete`: the answer was sent to its
         end."""
         if answer.removed or run != answer.run:
@@ -244,7 +244,7 @@ class AnswerStore:
         answer.complete = answer.complete or complete
         self._touch(answer, now_s)
 
-    def remove(self, answer: Answer, reason: RemovalReason | None) -> None:
+    def remove(self, answer: KeptAnswer, reason: RemovalReason | None) -> None:
         """Remove an answer. `reason` None: leave no trace of it, so that it counts as unknown."""
         if answer.removed:
             return
@@ -265,7 +265,7 @@ class AnswerStore:
 
     # ---- between front ends
 
-    def apply_part(self, part: Part, now_s: float) -> PartRefusal | Answer:
+    def apply_part(self, part: Part, now_s: float) -> PartRefusal | KeptAnswer:
         """Apply a part sent by the front end that serves the answer; a part that arrives twice is applied
         once."""
         answer = self._answers.get(part.answer_id)
@@ -297,7 +297,7 @@ class AnswerStore:
             return PartRefusal.FULL
         return answer
 
-    def hand_over(self, answer: Answer, frontend_id: str, now_s: float) -> Part:
+    def hand_over(self, answer: KeptAnswer, frontend_id: str, now_s: float) -> Part:
         """Hand an answer to another front end, keep a copy here, and return all of it."""
         self._end_current(answer)
         answer.served_here = answer.client_connected = False
@@ -305,7 +305,7 @@ class AnswerStore:
         self._touch(answer, now_s)
         return self.part_from(answer, 0)
 
-    def claim(self, part: Part, now_s: float) -> Answer | None:
+    def claim(self, part: Part, now_s: float) -> KeptAnswer | None:
         """Serve an answer that another front end handed over, at the run that began with that.
 
         Return None if a later run is known here, or if there is no room.
@@ -317,7 +317,7 @@ class AnswerStore:
             self.remove(answer, None)
         if part.head is None or self._with_key(part.head) is not None:
             return None
-        answer = Answer(part.head, part.run, dict(part.ended), frontend_id=self._frontend_id)
+        answer = KeptAnswer(part.head, part.run, dict(part.ended), frontend_id=self._frontend_id)
         try:
             self._insert(answer, now_s)
         except StoreFull:
@@ -327,7 +327,7 @@ class AnswerStore:
         self._add(answer, part.entries, now_s)
         return answer
 
-    def part_from(self, answer: Answer, first_entry: int, with_head: bool = True) -> Part:
+    def part_from(self, answer: KeptAnswer, first_entry: int, with_head: bool = True) -> Part:
         """Return the part of the log that follows the first `first_entry` entries."""
         return Part(
             answer.head.answer_id,
@@ -340,7 +340,7 @@ class AnswerStore:
             answer.frontend_id,
         )
 
-    def expire(self, now_s: float, keep_s: float) -> list[Answer]:
+    def expire(self, now_s: float, keep_s: float) -> list[KeptAnswer]:
         """Remove and return answers unused for `keep_s` seconds. Answers that a client reads here stay."""
         removed = []
         for answer in list(self._answers.values()):
@@ -355,13 +355,13 @@ class AnswerStore:
 
     # ---- internal
 
-    def _end_current(self, answer: Answer) -> None:
+    def _end_current(self, answer: KeptAnswer) -> None:
         answer.ended[answer.run] = answer.tokens
         if len(answer.ended) > _RUNS_MAX:
             del answer.ended[min(answer.ended)]
         answer.run = self._next_run(answer.run)
 
-    def _create_copy(self, part: Part, head: Head, now_s: float) -> PartRefusal | Answer:
+    def _create_copy(self, part: Part, head: Head, now_s: float) -> PartRefusal | KeptAnswer:
         other = self._with_key(head)
         if other is not None:
             ours_first = self._rank(head.key, self._frontend_id) > self._rank(head.key, part.frontend_id)
@@ -369,17 +369,17 @@ class AnswerStore:
                 return PartRefusal.KEY_IN_USE
             # Both began at the same time; the request here will then find the other front end's answer.
             self.remove(other, None)
-        answer = Answer(head, part.run, served_here=False, frontend_id=part.frontend_id)
+        answer = KeptAnswer(head, part.run, served_here=False, frontend_id=part.frontend_id)
         try:
             self._insert(answer, now_s)
         except StoreFull:
             return PartRefusal.FULL
         return answer
 
-    def _with_key(self, head: Head) -> Answer | None:
+    def _with_key(self, head: Head) -> KeptAnswer | None:
         return self._by_key.get((head.tenant, head.key)) if head.key else None
 
-    def _insert(self, answer: Answer, now_s: float) -> None:
+    def _insert(self, answer: KeptAnswer, now_s: float) -> None:
         head = answer.head
         answer.size = _ANSWER_BYTES + len(head.body) + len(head.request_name) + len(head.key)
         answer.touched_s = now_s
@@ -397,12 +397,12 @@ class AnswerStore:
             self.remove(answer, None)
             raise StoreFull
 
-    def _make_room(self, for_answer: Answer) -> bool:
+    def _make_room(self, for_answer: KeptAnswer) -> bool:
         """Remove answers without a client until the limits hold: of the tenant that holds most its oldest,
         and none of another tenant that holds less than that of `for_answer`, or at most an equal share.
         Return False if that is not enough."""
         own = for_answer.head.tenant
-        removable: dict[str, Iterator[Answer]] = {}
+        removable: dict[str, Iterator[KeptAnswer]] = {}
         while (too_large := self.size > self._max_bytes) or len(self._answers) > MAX_ANSWERS:
             held = {
                 tenant: holding.size if too_large else len(holding.answers)
@@ -428,30 +428,30 @@ class AnswerStore:
                 return False
         return True
 
-    def _add(self, answer: Answer, entries: Sequence[Entry], now_s: float) -> None:
+    def _add(self, answer: KeptAnswer, entries: Sequence[LogEntry], now_s: float) -> None:
         answer.entries += entries
         answer.tokens += sum(len(entry.token_ids) for entry in entries)
         self._resize(answer, sum(entry.size for entry in entries))
         self._touch(answer, now_s)
 
-    def _truncate(self, answer: Answer, entries: int) -> None:
+    def _truncate(self, answer: KeptAnswer, entries: int) -> None:
         dropped = answer.entries[entries:]
         del answer.entries[entries:]
         answer.tokens -= sum(len(entry.token_ids) for entry in dropped)
         self._resize(answer, -sum(entry.size for entry in dropped))
 
-    def _resize(self, answer: Answer, by: int) -> None:
+    def _resize(self, answer: KeptAnswer, by: int) -> None:
         answer.size += by
         self.size += by
         self._by_tenant[answer.head.tenant].size += by
 
-    def _touch(self, answer: Answer, now_s: float) -> None:
+    def _touch(self, answer: KeptAnswer, now_s: float) -> None:
         answer.touched_s = now_s
         if not answer.removed:
             self._answers.move_to_end(answer.head.answer_id)
             self._by_tenant[answer.head.tenant].answers.move_to_end(answer.head.answer_id)
 
 
-def _is_copy_of(answer: Answer, part: Part) -> bool:
+def _is_copy_of(answer: KeptAnswer, part: Part) -> bool:
     """Return whether the answer here is a copy of the part's answer, given equal run numbers."""
     return not answer.served_here and answer.frontend_id == part.frontend_id

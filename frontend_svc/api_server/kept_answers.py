@@ -29,7 +29,7 @@ from frontend_svc.answers.calls import (
     Denial,
     NoteCall,
     OpenCall,
-    Opened,
+    OpenedAnswer,
     OpenReply,
     run_name,
 )
@@ -57,7 +57,7 @@ _TOOL_CALLS: Final = b'"tool_calls":'
 class Call:
     """The run that the current task serves."""
 
-    opened: Opened
+    opened: OpenedAnswer
     # Tokens that vLLM has received in this run.
     tokens: int = 0
 
@@ -215,7 +215,7 @@ class KeepAnswers:
             await self._run(frontend, reply.opened, scope, receive, send)
 
     async def _run(
-        self, frontend: FrontendCalls, opened: Opened, scope: Message, receive: Receive, send: Send
+        self, frontend: FrontendCalls, opened: OpenedAnswer, scope: Message, receive: Receive, send: Send
     ) -> None:
         call = Call(opened)
         connection = _ClientConnection(receive)

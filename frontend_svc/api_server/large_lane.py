@@ -18,7 +18,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, Final
 
-from tailrace.tenancy.fair_queue import Entry, FairQueue
+from tailrace.tenancy.fair_queue import FairQueue, Queued
 
 LARGE_BYTES: Final = 32 << 10
 """Text of more bytes is large, whatever it costs the event loop."""
@@ -48,7 +48,7 @@ large_task: ContextVar[bool] = ContextVar("large_task", default=False)
 """Whether the current task serves a large request."""
 
 
-class Turn:
+class LaneTurn:
     """A large request's turn. Ending it twice is like ending it once."""
 
     def __init__(self, lane: LargeLane, next_s: float) -> None:
@@ -71,7 +71,7 @@ class LargeLane:
     """The queue of large requests of one API server."""
 
     def __init__(self, max_waiting: int = MAX_WAITING, max_turn_s: float = _MAX_TURN_S) -> None:
-        self._queue: FairQueue[asyncio.Future[Turn]] = FairQueue(max_waiting)
+        self._queue: FairQueue[asyncio.Future[LaneTurn]] = FairQueue(max_waiting)
         self._max_waiting = max_waiting
         self._occupied = False
         # The event loop's time before which nobody enters.
@@ -94,12 +94,12 @@ class LargeLane:
         """Return whether no more requests of this tenant may wait."""
         return self._queue.waiting().get(tenant, 0) >= self._max_waiting
 
-    async def enter(self, tenant: str, weight: float, loop_s: float) -> Turn:
+    async def enter(self, tenant: str, weight: float, loop_s: float) -> LaneTurn:
         """Wait for the turn of a request that occupies the event loop for about `loop_s`.
 
         Raise TenantQueueFull.
         """
-        waiting: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[LaneTurn] = asyncio.get_running_loop().create_future()
         entry = self._queue.push(waiting, tenant, weight, max(loop_s, 1e-6))
         self._advance()
         try:
@@ -108,7 +108,7 @@ class LargeLane:
             self._give_up(entry)
             raise
 
-    def _give_up(self, entry: Entry[asyncio.Future[Turn]]) -> None:
+    def _give_up(self, entry: Queued[asyncio.Future[LaneTurn]]) -> None:
         waiting = entry.item
         if waiting.done() and not waiting.cancelled():
             # It was given its turn in the same moment.
@@ -119,7 +119,7 @@ class LargeLane:
                 self._queue.remove(entry)
 
     async def step(self) -> None:
-        """Wait until a sequence of a large request may be submitted; for Turn alone.
+        """Wait until a sequence of a large request may be submitted; for LaneTurn alone.
 
         A request may have thousands. Submitted at once, they would occupy the event loop, the front end and
         the worker for as long as all of them take.
@@ -135,7 +135,7 @@ class LargeLane:
         self._small_s = asyncio.get_running_loop().time()
 
     def turn_ended(self, next_s: float) -> None:
-        """Let the next one enter, not before `next_s`; for Turn alone."""
+        """Let the next one enter, not before `next_s`; for LaneTurn alone."""
         self._occupied = False
         if self._deadline is not None:
             self._deadline.cancel()
@@ -153,7 +153,7 @@ class LargeLane:
             # Cancelled ones leave the queue when their tasks run.
             if not entry.item.cancelled():
                 self._occupied = True
-                turn = Turn(self, loop.time() + entry.cost / _LOOP_SHARE)
+                turn = LaneTurn(self, loop.time() + entry.cost / _LOOP_SHARE)
                 self._deadline = loop.call_later(self._max_turn_s, turn.end)
                 entry.item.set_result(turn)
 

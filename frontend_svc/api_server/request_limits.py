@@ -22,9 +22,9 @@ from frontend_svc.api_server.large_lane import (
     LARGE_LOOP_S,
     REQUEST_LOOP_S,
     Doors,
+    LaneTurn,
     LargeLane,
     Pass,
-    Turn,
     large_task,
 )
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
@@ -61,7 +61,7 @@ class Account:
     max_sequences: int
     body: Body
     # A large request's, and a small one's.
-    turn: Turn | None = None
+    turn: LaneTurn | None = None
     entry: Pass | None = None
     # Sequences that count, and that were begun.
     reserved: int = 0

@@ -33,8 +33,8 @@ from scheduler_svc.following import Following
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.recorder import Recorder
 from scheduler_svc.settings import Settings
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy
 from tailrace.messages import POOLS, given_objectives, pool_number, profile_message, slo_message
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from scheduler_svc.admin.validation import format_parameters, policy_record
 from scheduler_svc.metrics import SchedulerMetrics
+from tailrace.control.guard import PolicyGuard
 from tailrace.control.live import LiveControl
-from tailrace.control.runner import Guard, Point
+from tailrace.control.runner import DecisionPoint
 from tailrace.control.shadow import Comparison, Shadow, Verdict
 from tailrace.records import PolicyRecord
 from tailrace.v1 import admin_pb2
@@ -14,7 +15,7 @@ from tailrace.v1 import admin_pb2
 class Shadowing:
     """Set and report this scheduler's shadow policy; it ends with the scheduler's leadership."""
 
-    def __init__(self, control: LiveControl, metrics: SchedulerMetrics, guard: Guard) -> None:
+    def __init__(self, control: LiveControl, metrics: SchedulerMetrics, guard: PolicyGuard) -> None:
         """`guard`: the one of the policy in force; each shadow policy has one of its own."""
         self._control = control
         self._metrics = metrics
@@ -64,7 +65,7 @@ class Shadowing:
                     different=counts[point, Verdict.DIFFERENT],
                     failed=counts[point, Verdict.FAILED],
                 )
-                for point in Point
+                for point in DecisionPoint
                 if any(counts[point, verdict] for verdict in Verdict)
             ],
         )

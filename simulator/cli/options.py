@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from simulator.parallel import Progress, TaskError
-from simulator.scenario import HOST_KV_GIB, INSTANCES, Fleet, kinds_of
+from simulator.parallel import TaskError, TaskProgress
+from simulator.scenario import HOST_KV_GIB, INSTANCES, SimulatedFleet, kinds_of
 from simulator.setups import PREDICTIONS, UnknownSetupError, setup_for
 from simulator.simulation import SimulationError
 from simulator.workloads.base import WorkloadError
@@ -90,7 +90,7 @@ class FleetSettings:
     )
     engine: EngineSettings = EngineSettings()
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> SimulatedFleet:
         """Return the fleet. Raise UsageProblem that names the option."""
         engine = self.engine
         try:
@@ -115,7 +115,7 @@ class FleetSettings:
             )
         if engine.host_caching and not engine.prefix_caching:
             raise UsageProblem("--host-caching requires --prefix-caching")
-        return Fleet(
+        return SimulatedFleet(
             self.profile,
             instances,
             engine.length_penalty,
@@ -281,14 +281,14 @@ def share_bar(label: str) -> Iterator[Callable[[float], None]]:
 
 
 @contextmanager
-def task_bar(label: str) -> Iterator[Callable[[Progress], None]]:
+def task_bar(label: str) -> Iterator[Callable[[TaskProgress], None]]:
     """Show a progress bar of tasks, with the name of the task that ended last; without a terminal, a line for
     each tenth."""
     tenths = 0
     with _bars() as bars:
         bar = bars.add_task(label, total=1.0)
 
-        def advance(progress: Progress) -> None:
+        def advance(progress: TaskProgress) -> None:
             status = f"{label} {progress.done}/{progress.total} {progress.name}"
             bars.update(bar, completed=progress.share, description=status)
             nonlocal tenths

@@ -24,7 +24,7 @@ from simulator.cli.options import (
 )
 from simulator.figure_text import format_parameters, knowledge_line, summary_rows
 from simulator.report.run import run_report
-from simulator.scenario import Outcome, Scenario, run_scenario
+from simulator.scenario import Scenario, ScenarioResult, run_scenario
 from tailrace.brief_help import BriefCommand
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
@@ -97,7 +97,7 @@ def _describe(scenario: Scenario) -> str:
     return f"{scenario.policy} ({parameters})" if parameters else scenario.policy
 
 
-def _table(outcome: Outcome) -> Table:
+def _table(outcome: ScenarioResult) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -106,7 +106,7 @@ def _table(outcome: Outcome) -> Table:
     return table
 
 
-def _plain(outcome: Outcome) -> dict[str, JsonValue]:
+def _plain(outcome: ScenarioResult) -> dict[str, JsonValue]:
     scenario = outcome.scenario
     return {
         "policy": scenario.policy,
@@ -122,7 +122,7 @@ def _plain(outcome: Outcome) -> dict[str, JsonValue]:
     }
 
 
-def _csv(outcome: Outcome) -> str:
+def _csv(outcome: ScenarioResult) -> str:
     text = io.StringIO()
     figures = plain(outcome.figures.as_dict())
     parameters = format_parameters(outcome.scenario.parameters)

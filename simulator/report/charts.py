@@ -145,7 +145,7 @@ _APART: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ChartPoint:
     """A point of a line. `half`: half the width of its interval; None: no whisker."""
 
     x: float
@@ -159,7 +159,7 @@ class Line:
 
     name: str
     series: int
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def line_chart(label: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     return drawing.render()
 
 
-def _finite(line: Line) -> list[Point]:
+def _finite(line: Line) -> list[ChartPoint]:
     return [point for point in line.points if math.isfinite(point.x) and math.isfinite(point.y)]
 
 

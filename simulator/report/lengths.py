@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from simulator.goodput import BIN_TOKENS, percentile_for, tail_by_bin
-from simulator.report.charts import Axis, Line, Point, line_chart
+from simulator.report.charts import Axis, ChartPoint, Line, line_chart
 from simulator.report.page import figure, line_legend
 
 # (reasoning tokens, prompt tokens, TTFT in seconds)
@@ -26,7 +26,7 @@ def by_reasoning(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
         tails = [tail_by_bin((reasoning, ttft) for reasoning, _, ttft in run if reasoning) for run in runs]
         common = sorted(set.intersection(*(set(tail) for tail in tails))) if tails else []
         middle = BIN_TOKENS / 2
-        drawn = [Point(at + middle, float(np.mean([tail[at] for tail in tails]))) for at in common]
+        drawn = [ChartPoint(at + middle, float(np.mean([tail[at] for tail in tails]))) for at in common]
         lines.append(Line(name, series, drawn))
     if not any(line.points for line in lines):
         return ""
@@ -52,7 +52,7 @@ def by_prompt(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
             _by_power((prompt, ttft) for reasoning, prompt, ttft in run if not reasoning) for run in runs
         ]
         common = sorted(set.intersection(*(set(tail) for tail in tails))) if tails else []
-        drawn = [Point(2.0**at * 1.5, float(np.mean([tail[at] for tail in tails]))) for at in common]
+        drawn = [ChartPoint(2.0**at * 1.5, float(np.mean([tail[at] for tail in tails]))) for at in common]
         lines.append(Line(name, series, drawn))
     if not any(line.points for line in lines):
         return ""
@@ -80,7 +80,8 @@ def distribution(points: Mapping[str, Sequence[Sequence[TtftPoint]]]) -> str:
         shares = np.linspace(0.5, 99.5, _QUANTILES)
         quantiles = np.percentile(values, shares)
         drawn = [
-            Point(max(float(at), 1e-3), float(share)) for at, share in zip(quantiles, shares, strict=True)
+            ChartPoint(max(float(at), 1e-3), float(share))
+            for at, share in zip(quantiles, shares, strict=True)
         ]
         # Too many points for markers.
         lines.append(Line(name, series, drawn))

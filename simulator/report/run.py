@@ -6,10 +6,10 @@ from simulator.figure_text import describe_fleet, setup_rows, summary_rows
 from simulator.report.lengths import by_prompt, by_reasoning, distribution
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
 from simulator.report.page import Cell, cards, heading, page, table
-from simulator.scenario import Outcome
+from simulator.scenario import ScenarioResult
 
 
-def run_report(outcome: Outcome) -> str:
+def run_report(outcome: ScenarioResult) -> str:
     """Return the report as an HTML document."""
     scenario = outcome.scenario
     rows = summary_rows(outcome.figures)

@@ -9,7 +9,7 @@ from simulator.comparison import Cell as Entry
 from simulator.comparison import Comparison, Group
 from simulator.estimate import Best
 from simulator.figure_text import FIGURE_FORMATS, describe_instances, half_text, mean_text, setup_rows
-from simulator.report.charts import Axis, Line, Point, line_chart
+from simulator.report.charts import Axis, ChartPoint, Line, line_chart
 from simulator.report.lengths import TtftPoint, by_prompt, by_reasoning, distribution
 from simulator.report.over_time import kv_use, migrations, pool_membership, stages
 from simulator.report.page import (
@@ -105,10 +105,10 @@ def _against_rate(groups: Sequence[Group], name: str, label: str, factor: float,
     return subheading(f"{label.partition(' (')[0]} against rate") + figure(picture, caption, legend)
 
 
-def _point(cell: Entry, name: str, factor: float) -> Point:
+def _point(cell: Entry, name: str, factor: float) -> ChartPoint:
     value = cell.estimate(name)
     half = None if value.half_width is None else value.half_width * factor
-    return Point(cell.rate or 0.0, value.mean * factor, half)
+    return ChartPoint(cell.rate or 0.0, value.mean * factor, half)
 
 
 def _table(group: Group) -> str:

@@ -6,7 +6,7 @@ from typing import Final
 
 from simulator.comparison import Cell as Entry
 from simulator.figure_text import FIGURE_FORMATS, describe_instances, half_text, mean_text, setup_rows
-from simulator.report.charts import Axis, Line, Point, line_chart
+from simulator.report.charts import Axis, ChartPoint, Line, line_chart
 from simulator.report.page import Cell, cards, figure, heading, line_legend, page, table
 from simulator.sizing import Kind, Size, Sizing
 
@@ -54,10 +54,10 @@ def _chart(sizing: Sizing, kind: Kind, sizes: list[Size]) -> str:
     return figure(picture, caption, line_legend([(line.name, line.series) for line in lines]))
 
 
-def _point(count: int, cell: Entry) -> Point:
+def _point(count: int, cell: Entry) -> ChartPoint:
     value = cell.estimate("attainment")
     half = None if value.half_width is None else 100.0 * value.half_width
-    return Point(count, 100.0 * value.mean, half)
+    return ChartPoint(count, 100.0 * value.mean, half)
 
 
 def _table(sizing: Sizing, sizes: list[Size]) -> str:

@@ -26,7 +26,7 @@ from tailrace.control.recording import (
     recorded_placement,
 )
 from tailrace.control.replay import Replay, Replayed, points
-from tailrace.control.shadow import Answer, Comparison, Shadow, Verdict
+from tailrace.control.shadow import Comparison, PolicyAnswer, Shadow, Verdict
 from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters
@@ -140,7 +140,7 @@ def _replay_other(
     return run, different
 
 
-def _words(answer: Answer) -> str:
+def _words(answer: PolicyAnswer) -> str:
     if isinstance(answer, (Place, Refuse)):
         return _text(recorded_placement(answer))
     return _text(recorded_actions(answer))

@@ -14,16 +14,20 @@ from typing import Final, NamedTuple, overload
 from tailrace import __version__
 from tailrace.actions import Place, Refuse
 from tailrace.cluster import Arrival, Phase, Stage, length_bounds
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.events import Arrived, Input, PolicyFollowed, Reported, Ticked, TicksForgotten
 from tailrace.control.recording import FORMAT, InstanceKnown, Line, Started
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
-from tailrace.control.runner import ActivePolicy, Calls, Executor, Moment, Point, PolicyRunner
+from tailrace.control.runner import Calls, DecisionPoint, Executor, Moment, PolicyRunner
 from tailrace.control.shadow import Shadow
 from tailrace.policy.base import Policy
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 
-_POINT_OF_PHASE_END: Final = {Phase.PREFILL: Point.PREFILL_DONE, Phase.REASONING: Point.REASONING_ENDED}
+_POINT_OF_PHASE_END: Final = {
+    Phase.PREFILL: DecisionPoint.PREFILL_DONE,
+    Phase.REASONING: DecisionPoint.REASONING_ENDED,
+}
 
 
 class DecidedArrival(NamedTuple):
@@ -63,9 +67,9 @@ class LiveControl:
     def handle(self, event: Input) -> DecidedArrival | None:
         """Apply an event to the model, and ask the policy about what it shows.
 
-        Whatever the policy decides is in the model before this returns. A wrong or late answer is dealt with
-        by the runner's `Guard`. Only an arrival has a result. Any scheduler may place, leader or not, because
-        pool moves are compare-and-swap.
+        Whatever the policy decides is in the model before this returns. What becomes of a wrong or late
+        answer, `PolicyGuard` decides (guard.py). Only an arrival has a result. Any scheduler may place,
+        leader or not, because pool moves are compare-and-swap.
         """
         if isinstance(event, Reported):
             # A standby keeps lengths as well, because it may lead in a moment.
@@ -204,7 +208,7 @@ class LiveControl:
         for request in outgrown:
             if self._outgrown.add(request.request_id, instance_id):
                 # The view for this request includes the decision about the previous one.
-                self.runner.request_changed(Point.LENGTH_BOUNDARY, request, at)
+                self.runner.request_changed(DecisionPoint.LENGTH_BOUNDARY, request, at)
         self._outgrown.keep(instance_id, lambda name: tracked.find(name) is not None)
 
     def _length_bound(self, instance_id: str) -> int | None:

@@ -10,6 +10,7 @@ import msgspec
 
 from tailrace.actions import Action, Placement, WhenFull
 from tailrace.control.events import Arrived, CopyOrdered, MigrationOpened, PoolOrdered, Reported, Ticked
+from tailrace.control.guard import patient_guard
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     BrokenOff,
@@ -22,7 +23,7 @@ from tailrace.control.recording import (
     recorded_actions,
     recorded_placement,
 )
-from tailrace.control.runner import PlaceQuestion, Point, Question, Watcher, patient_guard
+from tailrace.control.runner import DecisionPoint, PlaceQuestion, Question, Watcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +136,16 @@ class Replay:
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
         """Compare a placement."""
         request_id = question.arrival.request_id
-        self._match_recorded(Point.PLACE, request_id, policy, recorded_placement(placement))
+        self._match_recorded(DecisionPoint.PLACE, request_id, policy, recorded_placement(placement))
 
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
         """Compare any other decision."""
         request_id = "" if question.request is None else question.request.request_id
         self._match_recorded(question.point, request_id, policy, recorded_actions(actions))
 
-    def _match_recorded(self, point: Point, request_id: str, policy: str, answer: msgspec.Raw) -> None:
+    def _match_recorded(
+        self, point: DecisionPoint, request_id: str, policy: str, answer: msgspec.Raw
+    ) -> None:
         recorded = self._lines.peek()
         if recorded is None or isinstance(recorded, (RecordingOverflow, BrokenOff)):
             # The recording ends between an input and the decisions on it.
@@ -173,4 +176,4 @@ class Replay:
 def points(counts: Iterable[str]) -> list[str]:
     """Return decision points in their order."""
     seen = set(counts)
-    return [point.value for point in Point if point.value in seen]
+    return [point.value for point in DecisionPoint if point.value in seen]

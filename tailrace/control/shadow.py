@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Place, Placement, Refuse
-from tailrace.control.runner import ActivePolicy, Asked, Guard, PlaceQuestion, Point, Question, patient_guard
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.guard import PolicyGuard, patient_guard
+from tailrace.control.runner import Asked, DecisionPoint, PlaceQuestion, Question
 from tailrace.records import PolicyRecord, suspended
 from tailrace.slo import Slo
 
-Answer = Placement | Sequence[Action] | None
+PolicyAnswer = Placement | Sequence[Action] | None
 
 
 class Verdict(enum.Enum):
@@ -30,11 +32,11 @@ class Verdict(enum.Enum):
 class Comparison:
     """One question with both policies' answers."""
 
-    point: Point
+    point: DecisionPoint
     request_id: str
     policy: str
-    decided: Answer
-    shadow: Answer
+    decided: PolicyAnswer
+    shadow: PolicyAnswer
     verdict: Verdict
 
 
@@ -50,7 +52,7 @@ class Shadow:
         record: PolicyRecord,
         slo: Slo,
         on_compared: Callable[[Comparison], None],
-        guard: Guard | None = None,
+        guard: PolicyGuard | None = None,
     ) -> None:
         """`on_compared` is called with each comparison; `guard` asks this policy alone (None: one that does
         not suspend it).
@@ -58,7 +60,7 @@ class Shadow:
         Raise UnknownPolicyError, UnusablePolicyError or ParameterError.
         """
         self.active = ActivePolicy(record, slo)
-        self.counts: Counter[tuple[Point, Verdict]] = Counter()
+        self.counts: Counter[tuple[DecisionPoint, Verdict]] = Counter()
         self.guard = guard or patient_guard()
         self.guard.on_suspend = self._suspend
         self._on_compared = on_compared
@@ -85,7 +87,11 @@ class Shadow:
         self._compare(question, request_id, policy, actions)
 
     def _compare(
-        self, question: Asked[Placement | Sequence[Action]], request_id: str, policy: str, decided: Answer
+        self,
+        question: Asked[Placement | Sequence[Action]],
+        request_id: str,
+        policy: str,
+        decided: PolicyAnswer,
     ) -> None:
         if self.suspended:
             return

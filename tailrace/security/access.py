@@ -125,7 +125,7 @@ def caller(context: Context) -> Identity:
     return identity_of(uri.decode(errors="replace") for uri in uris)
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Refuse a call with PERMISSION_DENIED unless the access table lists the caller's role for its method."""
 
     async def intercept_service(

@@ -9,7 +9,7 @@ from typing import Final, Protocol, cast
 
 import grpc
 
-from tailrace.security.access import Guard
+from tailrace.security.access import AccessInterceptor
 from tailrace.security.folder import CredentialFolder
 from tailrace.security.roles import Role, server_name
 from tailrace.security.session import TlsSession
@@ -126,7 +126,7 @@ class TlsTransport:
         return server.add_secure_port(address, credentials)
 
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        return (Guard(),)
+        return (AccessInterceptor(),)
 
     def accept(self) -> TlsSession | None:
         return TlsSession.server(self.folder.current().server_context)

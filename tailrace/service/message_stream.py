@@ -369,7 +369,7 @@ async def connect_stream(
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class StreamAccess:
     """Who may open a stream, and how others are refused."""
 
     transport: Transport
@@ -379,7 +379,7 @@ class Admission:
     refusal: Callable[[str], Message]
 
 
-NO_ADMISSION: Final = Admission(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
+OPEN_TO_ALL: Final = StreamAccess(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
 """For streams without TLS: no client is refused."""
 
 
@@ -389,7 +389,7 @@ async def serve_streams(
     received: type[Received],
     serve: Callable[[MessageStream[Received]], Awaitable[None]],
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    admission: Admission = NO_ADMISSION,
+    access: StreamAccess = OPEN_TO_ALL,
 ) -> AsyncIterator[str]:
     """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
 
@@ -402,7 +402,7 @@ async def serve_streams(
 
     async def run(stream: MessageStream[Received], peer: str) -> None:
         try:
-            if await _admitted(stream, admission, peer):
+            if await _admitted(stream, access, peer):
                 await serve(stream)
         finally:
             stream.close()
@@ -422,7 +422,7 @@ async def serve_streams(
 
     try:
         server = await loop.create_server(
-            lambda: Accepted(received, max_message_bytes, admission.transport.accept()),
+            lambda: Accepted(received, max_message_bytes, access.transport.accept()),
             host.strip("[]"),
             int(port),
         )
@@ -435,7 +435,7 @@ async def serve_streams(
         await cancel(*serving)
 
 
-async def _admitted(stream: MessageStream[Received], admission: Admission, peer: str) -> bool:
+async def _admitted(stream: MessageStream[Received], access: StreamAccess, peer: str) -> bool:
     """Return whether the other end may open a stream; if not, tell it why."""
     if stream.tls is None:
         return True
@@ -447,12 +447,12 @@ async def _admitted(stream: MessageStream[Received], admission: Admission, peer:
     except StreamBroken as error:
         reason = str(error)
     else:
-        reason = _role_mismatch(stream.tls, admission.roles)
+        reason = _role_mismatch(stream.tls, access.roles)
         if not reason:
             return True
         log.warning("refused a stream from %s: %s", peer, reason)
         with contextlib.suppress(TimeoutError, StreamBroken):
-            stream.send(admission.refusal(reason))
+            stream.send(access.refusal(reason))
             # The client closes once it has read this.
             async with asyncio.timeout(_REFUSED_S):
                 while await stream.read() is not None:

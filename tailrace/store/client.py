@@ -149,7 +149,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[Reply]):
+class EtcdReply(Generic[Reply]):
     """A reply. `attempts` above 1: the request was sent before, and may have been carried out then."""
 
     reply: Reply
@@ -195,7 +195,7 @@ class EtcdClient:
             member.failed = False
             log.info("etcd member %s responds", member.endpoint)
 
-    async def call(self, method: Method[Request, Reply], request: Request, action: str) -> Answer[Reply]:
+    async def call(self, method: Method[Request, Reply], request: Request, action: str) -> EtcdReply[Reply]:
         """Call one member after the other. `action` names the call in errors.
 
         Raise StoreUnavailable if none answered in time, Rejected if etcd refuses.
@@ -276,7 +276,7 @@ class EtcdClient:
 
     async def _failover(
         self, attempt: Callable[[Member, float], Awaitable[_Result]], action: str
-    ) -> Answer[_Result]:
+    ) -> EtcdReply[_Result]:
         call = _Call(self, list(self._members), attempt)
         try:
             return await call.run()
@@ -308,7 +308,7 @@ class _Call(Generic[_Result]):
         self._reasons: dict[Member, str] = {}
         self._cause: BaseException | None = None
 
-    async def run(self) -> Answer[_Result]:
+    async def run(self) -> EtcdReply[_Result]:
         """Run until an answer or the deadline, or until no member can be reached."""
         begin_s = time.monotonic()
         deadline_s = begin_s + _DEADLINE_S
@@ -323,7 +323,7 @@ class _Call(Generic[_Result]):
                 for task in await self._finished(min(due_s, deadline_s)):
                     member = self._pending.pop(task)
                     if self._succeeded(task, member):
-                        return Answer(task.result(), attempts)
+                        return EtcdReply(task.result(), attempts)
                     due_s = time.monotonic()
                 if self._failed >= len(self._members):
                     hopeless = time.monotonic() - begin_s > _UNREACHABLE_S and not self._alive

@@ -14,7 +14,7 @@ import grpc
 
 from tailrace.address import parse_endpoints
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.store.client import Answer, EtcdClient, Rejected
+from tailrace.store.client import EtcdClient, EtcdReply, Rejected
 from tailrace.store.client import LeaseExpired as LeaseExpired
 from tailrace.store.client import StoreUnavailable as StoreUnavailable
 from tailrace.store.etcd_api import (
@@ -349,7 +349,7 @@ class Store:
                     )
         raise StoreUnavailable(f"etcd: {action}: others keep changing it")
 
-    async def _call(self, method: Method[Request, Reply], request: Request, action: str) -> Answer[Reply]:
+    async def _call(self, method: Method[Request, Reply], request: Request, action: str) -> EtcdReply[Reply]:
         try:
             return await self._client.call(method, request, action)
         except Rejected as error:

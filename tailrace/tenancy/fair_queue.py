@@ -29,7 +29,7 @@ class TenantQueueFull(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry(Generic[T]):
+class Queued(Generic[T]):
     """A waiting request. `cost`: positive, in any unit. Within a tenant the smaller `priority` goes first,
     then the older."""
 
@@ -46,7 +46,7 @@ class _TenantQueue(Generic[T]):
 
     start: float
     weight: float
-    entries: list[Entry[T]] = field(default_factory=list)
+    entries: list[Queued[T]] = field(default_factory=list)
 
 
 class FairQueue(Generic[T]):
@@ -67,14 +67,14 @@ class FairQueue(Generic[T]):
         """Count the requests of all tenants."""
         return self._length
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[Queued[T]]:
         return (entry for queue in self._queues.values() for entry in queue.entries)
 
     def waiting(self) -> dict[str, int]:
         """Return the number of requests of each tenant that has any."""
         return {tenant: len(queue.entries) for tenant, queue in self._queues.items()}
 
-    def push(self, item: T, tenant: str, weight: float, cost: float, priority: int = 0) -> Entry[T]:
+    def push(self, item: T, tenant: str, weight: float, cost: float, priority: int = 0) -> Queued[T]:
         """Queue a request. `weight`: positive, the tenant's from now on. Raise TenantQueueFull."""
         queue = self._queues.get(tenant)
         if queue is None:
@@ -85,12 +85,12 @@ class FairQueue(Generic[T]):
         elif len(queue.entries) >= self._max_per_tenant:
             raise TenantQueueFull(tenant)
         queue.weight = weight
-        entry = Entry(item, tenant, cost, priority, next(self._numbers))
+        entry = Queued(item, tenant, cost, priority, next(self._numbers))
         insort(queue.entries, entry, key=_order)
         self._length += 1
         return entry
 
-    def pop(self) -> Entry[T]:
+    def pop(self) -> Queued[T]:
         """Remove and return the next request, in time linear in the number of waiting tenants. Raise
         IndexError if empty."""
         if not self._queues:
@@ -107,7 +107,7 @@ class FairQueue(Generic[T]):
             self._clean_up()
         return entry
 
-    def remove(self, entry: Entry[T]) -> None:
+    def remove(self, entry: Queued[T]) -> None:
         """Remove a request without charging its tenant. Raise KeyError if it does not wait."""
         queue = self._queues.get(entry.tenant)
         entries = [] if queue is None else queue.entries
@@ -131,5 +131,5 @@ class FairQueue(Generic[T]):
         self._cleanup_at = max(_FIRST_CLEANUP, 2 * len(self._finish))
 
 
-def _order(entry: Entry[T]) -> tuple[int, int]:
+def _order(entry: Queued[T]) -> tuple[int, int]:
     return entry.priority, entry.number

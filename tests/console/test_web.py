@@ -14,7 +14,7 @@ import grpc
 import pytest
 from aiohttp import ClientSession, web
 
-from console_svc.fleet import VIEWERS_MAX, Fleet, TooManyViewers
+from console_svc.fleet import VIEWERS_MAX, TooManyViewers, WatchedFleet
 from console_svc.web import HEADER, Site
 from tailrace.cli.admin import AdminAddress
 from tailrace.security.audit import AuditEntry
@@ -57,7 +57,7 @@ def address(script: Script) -> Iterator[AdminAddress]:
 @asynccontextmanager
 async def console(address: AdminAddress, entries: Entries, token: str = "") -> AsyncIterator[str]:
     """Serve a console during the block; yield its URL."""
-    fleet = Fleet(address)
+    fleet = WatchedFleet(address)
     site = Site(fleet, entries, "127.0.0.1", token)
     runner = web.AppRunner(site.app(), shutdown_timeout=0.1)
     await runner.setup()
@@ -113,7 +113,7 @@ async def test_all_viewers_share_one_poll(address: AdminAddress, entries: Entrie
 
 
 async def test_viewers_are_bounded(address: AdminAddress) -> None:
-    fleet = Fleet(address)
+    fleet = WatchedFleet(address)
     stays = [fleet.watched() for _ in range(VIEWERS_MAX)]
     for stay in stays:
         await stay.__aenter__()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Placement, SetPool, WhenFull
 from tailrace.cluster import Arrival, Pool, Stage
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.events import (
     Arrived,
     CacheListed,
@@ -24,6 +25,7 @@ from tailrace.control.events import (
     Ticked,
     TicksForgotten,
 )
+from tailrace.control.guard import PolicyGuard
 from tailrace.control.live import LiveControl
 from tailrace.control.recording import (
     Decided,
@@ -33,7 +35,7 @@ from tailrace.control.recording import (
     recorded_placement,
 )
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, Guard, PlaceQuestion, Point, Question
+from tailrace.control.runner import DecisionPoint, PlaceQuestion, Question
 from tailrace.policy.parameters import parse_parameters, read_assignments
 from tailrace.policy.registry import parameters_of
 from tailrace.records import PolicyRecord
@@ -49,10 +51,10 @@ POOLS = {"a": Pool.PREFILL, "b": Pool.DECODE, "c": Pool.DECODE, "d": Pool.PREFIL
 class NoMetrics:
     """Metrics that are discarded."""
 
-    def observe_duration(self, point: Point, seconds: float) -> None:
+    def observe_duration(self, point: DecisionPoint, seconds: float) -> None:
         """Discard the duration."""
 
-    def failed(self, policy: str, point: Point, why: str) -> None:
+    def failed(self, policy: str, point: DecisionPoint, why: str) -> None:
         raise AssertionError(f"{policy} failed at {point}: {why}")
 
 
@@ -76,7 +78,7 @@ class RandomRun:
         name, *given = policy.split()
         parameters = parse_parameters(name, parameters_of(name), read_assignments(given))
         active = ActivePolicy(PolicyRecord(name=name, parameters=parameters))
-        self.control = LiveControl(ReportedCluster(), active, self, Guard(NoMetrics()))
+        self.control = LiveControl(ReportedCluster(), active, self, PolicyGuard(NoMetrics()))
         self.control.handle(PolicyFollowed(None, Slo()))
         self.set_members()
 
@@ -110,7 +112,7 @@ class RandomRun:
 
     def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
         about = question.arrival.request_id
-        self.tap(Decided(Point.PLACE.value, policy, about, recorded_placement(placement)))
+        self.tap(Decided(DecisionPoint.PLACE.value, policy, about, recorded_placement(placement)))
 
     def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
         about = "" if question.request is None else question.request.request_id

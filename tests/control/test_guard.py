@@ -23,21 +23,10 @@ from tailrace.actions import (
     SetStages,
 )
 from tailrace.cluster import Pool, Stage
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.answers import ACTIONS_MAX, BadAnswer
-from tailrace.control.runner import (
-    ActivePolicy,
-    Asked,
-    Budgets,
-    Guard,
-    Moment,
-    PlaceQuestion,
-    PlainCalls,
-    Point,
-    PolicyFailed,
-    PolicyRunner,
-    Question,
-    ask,
-)
+from tailrace.control.guard import Budgets, PlainCalls, PolicyFailed, PolicyGuard
+from tailrace.control.runner import Asked, DecisionPoint, Moment, PlaceQuestion, PolicyRunner, Question, ask
 from tailrace.control.shadow import Shadow, Verdict
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
@@ -51,10 +40,10 @@ REQUEST = request("r", "a")
 VIEW = cluster(instance("a", (REQUEST, request("s", "a"))), instance("b"))
 PLACE = PlaceQuestion(VIEW, ARRIVAL, 0.0)
 QUESTIONS = (
-    Question(Point.PREFILL_DONE, VIEW, REQUEST, 0.0),
-    Question(Point.REASONING_ENDED, VIEW, REQUEST, 0.0),
-    Question(Point.LENGTH_BOUNDARY, VIEW, REQUEST, 0.0),
-    Question(Point.TICK, VIEW, None, 0.0),
+    Question(DecisionPoint.PREFILL_DONE, VIEW, REQUEST, 0.0),
+    Question(DecisionPoint.REASONING_ENDED, VIEW, REQUEST, 0.0),
+    Question(DecisionPoint.LENGTH_BOUNDARY, VIEW, REQUEST, 0.0),
+    Question(DecisionPoint.TICK, VIEW, None, 0.0),
 )
 METHODS = ("place", "on_prefill_done", "on_reasoning_ended", "on_length_boundary", "on_tick")
 
@@ -184,7 +173,7 @@ def test_whatever_a_policy_does_a_request_is_placed(
     answer: object, raised: Callable[[], BaseException] | None, late: bool
 ) -> None:
     metrics, active = CallLog(), Active(misbehaving(answer, raised, late)())
-    guard = Guard(metrics, Budgets(call_s=60.0, failures=1))
+    guard = PolicyGuard(metrics, Budgets(call_s=60.0, failures=1))
     reasons: list[str] = []
     guard.on_suspend = reasons.append
     placement = guard.place(active, PLACE)
@@ -299,7 +288,7 @@ def test_actions_belong_to_the_policy_that_was_asked() -> None:
             return (Migrate("r", "a", "b", "x"),)
 
     runner = PolicyRunner(Model(), active, Executor(), Suspending())
-    runner.request_changed(Point.REASONING_ENDED, REQUEST, Moment(0.0, 0.0))
+    runner.request_changed(DecisionPoint.REASONING_ENDED, REQUEST, Moment(0.0, 0.0))
     assert submitted == [asked]
 
 
@@ -341,7 +330,7 @@ class Flaky(LeastLoaded):
 
 def test_failures_in_a_row_at_one_point_suspend() -> None:
     policy, reasons = Flaky(), list[str]()
-    guard, active = Guard(CallLog(), Budgets(failures=3)), Active(policy)
+    guard, active = PolicyGuard(CallLog(), Budgets(failures=3)), Active(policy)
     guard.on_suspend = reasons.append
     tick = QUESTIONS[-1]
     for fails in (True, True, False, True, True):
@@ -388,8 +377,8 @@ def test_late_answers_suspend_unless_the_machine_was_busy(
             clock.now_s += 0.4
             return ()
 
-    monkeypatch.setattr("tailrace.control.runner.time", clock)
-    guard, active = Guard(metrics, Budgets(failures=3), lambda: clock.waited_s), Active(Slow())
+    monkeypatch.setattr("tailrace.control.guard.time", clock)
+    guard, active = PolicyGuard(metrics, Budgets(failures=3), lambda: clock.waited_s), Active(Slow())
     guard.on_suspend = reasons.append
     for _ in range(3):
         # A late answer is used.
@@ -409,7 +398,7 @@ def test_one_call_that_its_watcher_calls_late_suspends() -> None:
             guard.stuck = guard.call
             return Place("a")
 
-    guard, active = Guard(CallLog(), Budgets(call_s=0.0)), Active(Late())
+    guard, active = PolicyGuard(CallLog(), Budgets(call_s=0.0)), Active(Late())
     guard.on_suspend = reasons.append
     guard.place(active, PLACE)
     assert len(reasons) == 1 and guard.call is None
@@ -430,12 +419,15 @@ def test_a_suspended_policy_lets_least_loaded_decide_until_one_is_set() -> None:
 
 def test_a_suspended_shadow_is_not_asked() -> None:
     shadow = Shadow(
-        PolicyRecord(name="least_loaded"), Slo(), lambda compared: None, Guard(CallLog(), Budgets(failures=2))
+        PolicyRecord(name="least_loaded"),
+        Slo(),
+        lambda compared: None,
+        PolicyGuard(CallLog(), Budgets(failures=2)),
     )
     shadow.active.policy = Flaky()
     for _ in range(4):
         shadow.decided("p", QUESTIONS[-1], ())
-    assert shadow.counts == {(Point.TICK, Verdict.FAILED): 2}
+    assert shadow.counts == {(DecisionPoint.TICK, Verdict.FAILED): 2}
     assert "out of luck" in shadow.suspended
     shadow.follow_slo(Slo(ttft_s=1.0))
     assert shadow.suspended
@@ -443,6 +435,6 @@ def test_a_suspended_shadow_is_not_asked() -> None:
 
 def test_every_question_has_its_point() -> None:
     asked: list[Asked[Any]] = [PLACE, *QUESTIONS]
-    assert [question.point for question in asked] == list(Point)
+    assert [question.point for question in asked] == list(DecisionPoint)
     assert all(isinstance(ask(LeastLoaded(), question), (Place, tuple)) for question in asked)
     assert issubclass(LeastLoaded, Policy)

@@ -144,7 +144,7 @@ def test_errors_of_a_shadow_are_counted_and_have_no_effect(caplog: pytest.LogCap
     assert all(verdict is not Verdict.DIFFERENT for _, verdict in shadow.counts)
     assert any(verdict is Verdict.FAILED for _, verdict in shadow.counts)
     # Logged once for each decision point, not for each call.
-    assert len([r for r in caplog.records if r.name == "tailrace.control.runner"]) == 2
+    assert len([r for r in caplog.records if r.name == "tailrace.control.guard"]) == 2
     run.control.follow_shadow(None)
     assert run.control.runner.watchers == []
 

@@ -22,16 +22,8 @@ from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, I
 from tailrace.control.admission import TtftAdmission
 from tailrace.control.answers import BadAnswer, may_place
 from tailrace.control.cluster_model import ClusterModel
-from tailrace.control.runner import (
-    Guard,
-    Moment,
-    PlaceQuestion,
-    PlainCalls,
-    Point,
-    PolicyRunner,
-    Question,
-    ask,
-)
+from tailrace.control.guard import PlainCalls, PolicyGuard
+from tailrace.control.runner import DecisionPoint, Moment, PlaceQuestion, PolicyRunner, Question, ask
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.base import Policy
 from tailrace.policy.registry import Declared, declared
@@ -137,14 +129,14 @@ class CallLog:
     """Record calls and failures by decision point."""
 
     def __init__(self) -> None:
-        self.calls: list[Point] = []
-        self.failures: list[tuple[str, Point]] = []
+        self.calls: list[DecisionPoint] = []
+        self.failures: list[tuple[str, DecisionPoint]] = []
 
-    def observe_duration(self, point: Point, seconds: float) -> None:
+    def observe_duration(self, point: DecisionPoint, seconds: float) -> None:
         assert 0.0 <= seconds < 60.0
         self.calls.append(point)
 
-    def failed(self, policy: str, point: Point, why: str) -> None:
+    def failed(self, policy: str, point: DecisionPoint, why: str) -> None:
         self.failures.append((policy, point))
 
 
@@ -155,27 +147,27 @@ def runner_of(policy: Policy) -> tuple[PolicyRunner, Model, Active, Log]:
 
 def test_a_decision_point_without_handler_needs_no_view() -> None:
     runner, model, _, log = runner_of(Placing())
-    for point in (Point.PREFILL_DONE, Point.REASONING_ENDED, Point.LENGTH_BOUNDARY):
+    for point in (DecisionPoint.PREFILL_DONE, DecisionPoint.REASONING_ENDED, DecisionPoint.LENGTH_BOUNDARY):
         assert not runner.has_handler(point)
         runner.request_changed(point, REQUEST, Moment(1.0, 2.0))
-    assert not runner.has_handler(Point.TICK)
+    assert not runner.has_handler(DecisionPoint.TICK)
     assert (model.requested, log.lines) == ([], [])
     # With a watcher, every question is evaluated.
     runner.watchers.append(log)
-    assert runner.has_handler(Point.TICK)
-    runner.request_changed(Point.PREFILL_DONE, REQUEST, Moment(1.0, 2.0))
+    assert runner.has_handler(DecisionPoint.TICK)
+    runner.request_changed(DecisionPoint.PREFILL_DONE, REQUEST, Moment(1.0, 2.0))
     assert model.requested == [("request on a", 1.0)]
     # Nothing is decided and nothing is submitted.
-    assert log.lines == [("decided", "Placing", Point.PREFILL_DONE, 0)]
+    assert log.lines == [("decided", "Placing", DecisionPoint.PREFILL_DONE, 0)]
 
 
 def test_actions_of_each_decision_point_are_observed_then_submitted() -> None:
     runner, _, _, log = runner_of(Everywhere())
     runner.watchers.append(log)
     for point, reason in (
-        (Point.PREFILL_DONE, "prefill done"),
-        (Point.REASONING_ENDED, "reasoning ended"),
-        (Point.LENGTH_BOUNDARY, "length boundary"),
+        (DecisionPoint.PREFILL_DONE, "prefill done"),
+        (DecisionPoint.REASONING_ENDED, "reasoning ended"),
+        (DecisionPoint.LENGTH_BOUNDARY, "length boundary"),
     ):
         assert runner.has_handler(point)
         log.lines.clear()
@@ -243,26 +235,26 @@ def test_a_tick_sees_the_time_of_the_last_one_of_the_same_policy() -> None:
 
 def test_a_failed_policy_is_replaced_by_the_fallback_and_counted() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
-    calls = Guard(metrics)
+    calls = PolicyGuard(metrics)
     assert calls.place(Active(Broken()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
-    assert calls.ask(Active(Broken()), Question(Point.PREFILL_DONE, view, REQUEST, 0.0)) is None
-    assert metrics.failures == [("Broken", Point.PLACE), ("Broken", Point.PREFILL_DONE)]
-    assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
+    assert calls.ask(Active(Broken()), Question(DecisionPoint.PREFILL_DONE, view, REQUEST, 0.0)) is None
+    assert metrics.failures == [("Broken", DecisionPoint.PLACE), ("Broken", DecisionPoint.PREFILL_DONE)]
+    assert metrics.calls == [DecisionPoint.PLACE, DecisionPoint.PREFILL_DONE]
     log = Log()
     runner = PolicyRunner(Model(), Active(Broken()), log, calls)
     runner.watchers.append(log)
-    runner.request_changed(Point.PREFILL_DONE, REQUEST, Moment(0.0, 0.0))
-    assert log.lines == [("decided", "Broken", Point.PREFILL_DONE, None)]
+    runner.request_changed(DecisionPoint.PREFILL_DONE, REQUEST, Moment(0.0, 0.0))
+    assert log.lines == [("decided", "Broken", DecisionPoint.PREFILL_DONE, None)]
 
 
 def test_valid_decisions_pass_unchanged() -> None:
     metrics, view = CallLog(), cluster(instance("a", (REQUEST,)), instance("b"))
-    calls = Guard(metrics)
+    calls = PolicyGuard(metrics)
     assert calls.place(Active(Everywhere()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("a")
-    question = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
+    question = Question(DecisionPoint.PREFILL_DONE, view, REQUEST, 0.0)
     assert calls.ask(Active(Everywhere()), question) == (replace(MOVE, reason="prefill done"),)
     assert metrics.failures == []
-    assert metrics.calls == [Point.PLACE, Point.PREFILL_DONE]
+    assert metrics.calls == [DecisionPoint.PLACE, DecisionPoint.PREFILL_DONE]
 
 
 class Refusing(Policy):
@@ -274,12 +266,12 @@ class Refusing(Policy):
 
 def test_refusals_pass_and_invalid_placements_are_replaced() -> None:
     metrics = CallLog()
-    calls = Guard(metrics)
+    calls = PolicyGuard(metrics)
     view = cluster(instance("a", state=InstanceState.DRAINING), instance("b"))
     assert calls.place(Active(Refusing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Refuse("full")
     assert metrics.failures == []
     assert calls.place(Active(Placing()), PlaceQuestion(view, ARRIVAL, 0.0)) == Place("b")
-    assert metrics.failures == [("Placing", Point.PLACE)]
+    assert metrics.failures == [("Placing", DecisionPoint.PLACE)]
 
 
 @pytest.mark.parametrize(
@@ -310,8 +302,8 @@ class Moving(Everywhere):
 def test_a_policy_that_is_to_move_nothing_keeps_its_other_actions() -> None:
     policy, view = Moving(), Model().view
     arriving = PlaceQuestion(view, ARRIVAL, 0.0)
-    ticking = Question(Point.TICK, view, None, 0.0)
-    done = Question(Point.PREFILL_DONE, view, REQUEST, 0.0)
+    ticking = Question(DecisionPoint.TICK, view, None, 0.0)
+    done = Question(DecisionPoint.PREFILL_DONE, view, REQUEST, 0.0)
     assert ask(policy, arriving) == Place("b", (MOVE, policy.STAYS), "a")
     assert len(ask(policy, ticking)) == 3 and len(ask(policy, done)) == 1
     policy.moves = False
@@ -327,4 +319,4 @@ def test_what_a_policy_says_about_its_moves_cannot_hurt() -> None:
     policy = Moving()
     policy.moves = Undecided()  # type: ignore[assignment]
     with pytest.raises(BadAnswer, match="SystemExit"):
-        ask(policy, Question(Point.PREFILL_DONE, Model().view, REQUEST, 0.0))
+        ask(policy, Question(DecisionPoint.PREFILL_DONE, Model().view, REQUEST, 0.0))

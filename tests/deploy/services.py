@@ -10,8 +10,8 @@ from typing import Final
 import click
 
 from frontend_svc.settings import Settings
-from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
+from migration_svc.slots import MigrationSlots
 from tailrace.cli.serve import serve
 from tailrace.handover import SETTLE_S
 from tests.waiting import WAIT_S
@@ -23,7 +23,7 @@ _CLOSE_S: Final = 15.0
 _DRAIN_S: Final = {
     "frontend": Settings().drain_timeout_s,
     "worker": WorkerSettings().drain_timeout_s + HANDOVER_S,
-    "migration": Admission().max_wait_s + CopyRules().room_wait_s + CopyRules().timeout_s + SETTLE_S,
+    "migration": MigrationSlots().max_wait_s + CopyRules().room_wait_s + CopyRules().timeout_s + SETTLE_S,
 }
 
 

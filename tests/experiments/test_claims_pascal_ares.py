@@ -34,7 +34,7 @@ from simulator.cluster import ClusterSpec
 from simulator.goodput import percentile_for, tail_by_bin
 from simulator.request import SimRequest
 from simulator.simulation import simulate
-from simulator.views import ReportedRequests
+from simulator.views import JobTable
 from simulator.workloads.pascal import reasoning_phase
 from tailrace.actions import Action
 from tailrace.cluster import ClusterView, Phase, RequestView
@@ -322,7 +322,7 @@ class _Checked(Pascal):
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         for instance in view.instances.values():
-            assert isinstance(instance.requests, ReportedRequests)
+            assert isinstance(instance.requests, JobTable)
             for without in ("", request.request_id):
                 counted = table_of(instance.requests).phase_load(300, without)
                 each = RequestTable(tuple(instance.requests)).phase_load(300, without)

@@ -19,7 +19,7 @@ from experiments.claims.base import Claim, Experiment, Figures, Finding, Run, Ve
 from experiments.claims.catalogue import UnknownClaimError, check, experiments, runs_of, select
 from experiments.claims.kept import KeptFigures, code_version
 from experiments.claims.verdicts import judged, number
-from simulator.parallel import Progress
+from simulator.parallel import TaskProgress
 from tests.simulator.command_lines import run_cli, run_cli_ok
 
 pytestmark = pytest.mark.fleet
@@ -310,7 +310,7 @@ def test_the_version_of_the_code_is_that_of_packages_and_modules(
 @pytest.mark.usefixtures("synthetic")
 def test_an_interrupted_call_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **options: Any) -> Any:
-        def stop(_progress: Progress) -> None:
+        def stop(_progress: TaskProgress) -> None:
             raise KeyboardInterrupt
 
         return check(*arguments, **{**options, "progress": stop})

@@ -11,7 +11,7 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import Refusal
-from frontend_svc.answers.calls import UNLIMITED, OpenCall, Opened, run_name
+from frontend_svc.answers.calls import UNLIMITED, OpenCall, OpenedAnswer, run_name
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.answers.metrics import AnswerMetrics
 from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable, rendezvous_rank
@@ -114,7 +114,7 @@ class NetworkPeers:
 class Connection:
     """One HTTP response to one client, as the API server's middleware produces it from a run."""
 
-    opened: Opened
+    opened: OpenedAnswer
     client: Client
     stream: Stream | None = None
     tokens: int = 0
@@ -205,7 +205,7 @@ class FrontEnd:
     def reply(self, frames: Sequence[bytes]) -> None:
         raise AssertionError("no calls by messages in these tests")
 
-    def begin(self, client: Client, opened: Opened, attempt: int) -> None:
+    def begin(self, client: Client, opened: OpenedAnswer, attempt: int) -> None:
         """Run the request in the API server, although its client may have disconnected meanwhile."""
         connection = Connection(opened, client, closed=attempt != client.attempts)
         if not connection.closed:

@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from tailrace.service.message_stream import serve_streams
 from tailrace.v1 import worker_pb2
-from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
+from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
-from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
 from worker_agent.frontends import FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.load import Heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.progress import Progress, StepBounds
+from worker_agent.progress import StepBounds, StepProgress
 from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 from worker_agent.sink import FrontEndSink
@@ -26,7 +26,9 @@ from worker_agent.sink import FrontEndSink
 class _Submissions(Dispatcher):
     """Dispatcher of submissions and aborts, without migrations."""
 
-    def __init__(self, engine: SimulatedEngine, admission: Admission, running: RunningRequests) -> None:
+    def __init__(
+        self, engine: SimulatedEngine, admission: AdmissionControl, running: RunningRequests
+    ) -> None:
         self._engine, self._admission, self._running = engine, admission, running
 
     def handle(self, front_end: FrontEnd, message: worker_pb2.AttachUp) -> None:
@@ -51,7 +53,7 @@ class SimulatedWorker:
     disappears and its port is closed."""
 
     def __init__(
-        self, instance_id: str, settings: SimulatedSettings, faults: Faults, says_goodbye: bool
+        self, instance_id: str, settings: SimulatedSettings, faults: SimulatedFaults, says_goodbye: bool
     ) -> None:
         self.instance_id = instance_id
         self.address = ""
@@ -94,7 +96,7 @@ class SimulatedWorker:
             instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response
         )
         streams = AttachStreams(self._front_ends, _Submissions(engine, admission, running), hello)
-        progress = Progress(StepBounds(1.0, 1.0), 0.0)
+        progress = StepProgress(StepBounds(1.0, 1.0), 0.0)
         heartbeats = asyncio.create_task(
             send_heartbeats(self._front_ends, 30.0, Heartbeats(progress, engine.stats))
         )
@@ -106,7 +108,7 @@ class SimulatedWorker:
         await engine.stop()
 
 
-class _Counting(Admission):
+class _Counting(AdmissionControl):
     submitted: list[str]
 
     def submit(self, submission: Submission) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontend_svc.adopt import Commit, Refuse, Wait, evaluate
+from frontend_svc.adopt import Commit, RefuseAdoption, Wait, evaluate
 from frontend_svc.streams import StreamTable
 from tailrace.v1 import worker_pb2
 from tests.frontend.conftest import Rig, eventually
@@ -143,16 +143,16 @@ async def test_stream_is_recovered_when_the_target_dies_after_commit(rig: Rig) -
     [
         ({}, Commit("a")),
         ({"next_index": 5}, Wait(2)),
-        ({"next_index": 2}, Refuse("the source has continued to index 3")),
-        ({"request_id": "q"}, Refuse("the handle names another request")),
-        ({"from_epoch": 1, "epoch": 4}, Refuse("epoch 1 is over, it is 2 now")),
-        ({"from_epoch": 3, "epoch": 4}, Refuse("epoch 3 is over, it is 2 now")),
-        ({"epoch": 2}, Refuse("epoch 2 is not after 2")),
-        ({"epoch": 1}, Refuse("epoch 1 is not after 2")),
+        ({"next_index": 2}, RefuseAdoption("the source has continued to index 3")),
+        ({"request_id": "q"}, RefuseAdoption("the handle names another request")),
+        ({"from_epoch": 1, "epoch": 4}, RefuseAdoption("epoch 1 is over, it is 2 now")),
+        ({"from_epoch": 3, "epoch": 4}, RefuseAdoption("epoch 3 is over, it is 2 now")),
+        ({"epoch": 2}, RefuseAdoption("epoch 2 is not after 2")),
+        ({"epoch": 1}, RefuseAdoption("epoch 1 is not after 2")),
         ({"epoch": 9}, Commit("a")),
     ],
 )
-def test_evaluate_adoption(changes: dict[str, int | str], verdict: Commit | Wait | Refuse) -> None:
+def test_evaluate_adoption(changes: dict[str, int | str], verdict: Commit | Wait | RefuseAdoption) -> None:
     """Epochs may have gaps but never repeat."""
     table = StreamTable()
     stream = table.open("r")
@@ -162,12 +162,12 @@ def test_evaluate_adoption(changes: dict[str, int | str], verdict: Commit | Wait
     fields = {"handle": stream.handle, "request_id": "r", "from_epoch": 2, "epoch": 3, "next_index": 3}
     adopt_message = worker_pb2.Adopt(**{**fields, **changes})  # type: ignore[arg-type]
     if isinstance(verdict, Commit):
-        unassigned = Refuse("the request is between instances")
+        unassigned = RefuseAdoption("the request is between instances")
         assert evaluate(table, stream, "b", adopt_message) == unassigned
     table.assign(stream, "a")
     assert evaluate(table, stream, "b", adopt_message) == verdict
     if isinstance(verdict, Commit):
-        assert evaluate(table, stream, "a", adopt_message) == Refuse("the request is already there")
+        assert evaluate(table, stream, "a", adopt_message) == RefuseAdoption("the request is already there")
     table.close(stream)
     for ended_stream in (stream, None):
-        assert evaluate(table, ended_stream, "b", adopt_message) == Refuse("the request has ended")
+        assert evaluate(table, ended_stream, "b", adopt_message) == RefuseAdoption("the request has ended")

@@ -27,11 +27,11 @@ from frontend_svc.answers.calls import (
 from frontend_svc.answers.messages import decode_part, encode_part
 from frontend_svc.answers.peers import Peer, rendezvous_rank
 from frontend_svc.answers.store import (
-    Answer,
     AnswerStore,
     AnswerTooLarge,
-    Entry,
     Head,
+    KeptAnswer,
+    LogEntry,
     PartRefusal,
     RemovalReason,
     StoreFull,
@@ -366,7 +366,7 @@ async def test_evicted_answers_are_freed() -> None:
     await world.tick()
     gc.collect()
     assert len(world["f0"].coordinator.store) < 40
-    assert not [each for each in gc.get_objects() if isinstance(each, Answer) and each.removed]
+    assert not [each for each in gc.get_objects() if isinstance(each, KeptAnswer) and each.removed]
 
 
 async def test_copy_rejected_for_lack_of_room_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,9 +553,9 @@ def head(answer_id: str = "a", key: str = "", body: bytes = b"{}", tenant: str =
     return Head(answer_id, tenant, key, "/p", body, b"d", "name", 1, True)
 
 
-def append_tokens(store: AnswerStore, answer: Answer, *token_ids: int) -> None:
+def append_tokens(store: AnswerStore, answer: KeptAnswer, *token_ids: int) -> None:
     for token_id in token_ids:
-        store.append(answer, Entry("p", (token_id,), 0, (b"x" * 10,)), 0.0)
+        store.append(answer, LogEntry("p", (token_id,), 0, (b"x" * 10,)), 0.0)
 
 
 def test_oldest_unread_answer_is_evicted() -> None:
@@ -629,7 +629,7 @@ def test_size_includes_everything_of_variable_length() -> None:
     assert answer.size > plain_size + 5_000
     assert store.open(head("keyed", key="k" * 255 + "d"), 0.0).size == plain_size + 256
     assert store.open(head("long", body=b"x" * 1_000), 0.0).size > plain_size + 900
-    store.append(answer, Entry("n" * 5_000, (1,), 0, (b"x",)), 0.0)
+    store.append(answer, LogEntry("n" * 5_000, (1,), 0, (b"x",)), 0.0)
     assert answer.size > 10_255
 
 
@@ -638,7 +638,7 @@ def test_size_of_an_entry_is_at_least_that_of_its_contents(
     part: str, token_ids: list[int], frames: list[bytes]
 ) -> None:
     """Each token ID counts as four bytes."""
-    more = Entry(part, token_ids, 0, tuple(frames)).size - Entry("", (), 0, ()).size
+    more = LogEntry(part, token_ids, 0, tuple(frames)).size - LogEntry("", (), 0, ()).size
     assert more >= len(part) + 4 * len(token_ids) + sum(map(len, frames))
 
 
@@ -655,7 +655,7 @@ def test_answer_must_fit_into_one_message_however_much_memory_there_is() -> None
     with pytest.raises(StoreFull):
         store.open(head(body=bytes(64 << 20)), 0.0)
     answer = store.open(head(body=bytes(60 << 20)), 0.0)
-    store.append(answer, Entry("p", (), 0, (bytes(4 << 20),)), 0.0)
+    store.append(answer, LogEntry("p", (), 0, (bytes(4 << 20),)), 0.0)
     assert answer.removed
 
 
@@ -719,7 +719,7 @@ def test_answer_expires_after_it_is_unused_for_long() -> None:
     store = AnswerStore("f0", 1 << 20, rendezvous_rank)
     answer, copy = store.open(head("a", "k"), 0.0), head("b")
     part = AnswerStore("f1", 1 << 20, rendezvous_rank)
-    assert isinstance(store.apply_part(part.part_from(part.open(copy, 0.0), 0), 0.0), Answer)
+    assert isinstance(store.apply_part(part.part_from(part.open(copy, 0.0), 0), 0.0), KeptAnswer)
     assert [each.head.answer_id for each in store.expire(61.0, 60.0)] == ["b"]
     store.end_run(answer, 1, False, 70.0)
     assert store.expire(130.0, 60.0) == [] and store.expire(130.1, 60.0) == [answer]
@@ -769,13 +769,13 @@ def test_parts_are_applied_once_and_in_order() -> None:
     assert remote.apply_part(local.part_from(answer, 1), 0.0) is PartRefusal.GAP
     first = decode_part(encode_part(local.part_from(answer, 0)))
     for _ in range(2):
-        assert isinstance(copy := remote.apply_part(first, 0.0), Answer)
+        assert isinstance(copy := remote.apply_part(first, 0.0), KeptAnswer)
         assert copy.head == answer.head
         assert (copy.entries, copy.tokens, copy.served_here) == (answer.entries, 3, False)
     kept = remote.get("a")
     assert kept is not None
     append_tokens(local, answer, 4)
-    assert isinstance(remote.apply_part(local.part_from(answer, 2, with_head=False), 0.0), Answer)
+    assert isinstance(remote.apply_part(local.part_from(answer, 2, with_head=False), 0.0), KeptAnswer)
     assert [entry.token_ids for entry in kept.entries] == [(1,), (2,), (3,), (4,)]
     assert remote.apply_part(local.part_from(answer, 5, with_head=False), 0.0) is PartRefusal.GAP
     assert remote.size == kept.size
@@ -785,13 +785,13 @@ def test_later_run_from_a_shorter_copy_truncates_the_log() -> None:
     local, remote = AnswerStore("f0", 1 << 20, rendezvous_rank), AnswerStore("f1", 1 << 20, rendezvous_rank)
     answer = local.open(head(), 0.0)
     append_tokens(local, answer, 1)
-    assert isinstance(remote.apply_part(local.part_from(answer, 0), 0.0), Answer)
+    assert isinstance(remote.apply_part(local.part_from(answer, 0), 0.0), KeptAnswer)
     append_tokens(local, answer, 2, 3)
     taken_over = remote.get("a")
     assert taken_over is not None
     remote.begin_run(taken_over, 0.0)
     append_tokens(remote, taken_over, 7)
-    assert isinstance(local.apply_part(remote.part_from(taken_over, 0), 0.0), Answer)
+    assert isinstance(local.apply_part(remote.part_from(taken_over, 0), 0.0), KeptAnswer)
     assert [entry.token_ids for entry in answer.entries] == [(1,), (7,)]
     assert (answer.run, answer.ended, answer.served_here, answer.tokens) == (taken_over.run, {1: 1}, False, 2)
     # Parts of the earlier run are superseded.

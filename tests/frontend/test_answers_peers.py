@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from frontend_svc.answers.peers import PeerCallFailed, Peers, PeerUnreachable
+from frontend_svc.answers.peers import FrontEndPeers, PeerCallFailed, PeerUnreachable
 from frontend_svc.answers.service import SERVICE, ClaimContext, Context, FindContext
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
@@ -43,14 +43,14 @@ class Failing(answers_pb2_grpc.AnswersServicer):
 
 
 @pytest.fixture
-async def other() -> AsyncIterator[tuple[Peers, Failing]]:
+async def other() -> AsyncIterator[tuple[FrontEndPeers, Failing]]:
     failing, members, channels = Failing(), StaticMembers(), Channels()
     servicer = Servicer(answers_pb2_grpc.add_AnswersServicer_to_server, failing, SERVICE)
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
         members.services["frontend", "f1"] = ServiceRecord(
             kind="frontend", service_id="f1", incarnation="1", address=server.address, answers="same"
         )
-        peers = Peers(members, "f0", "same", channels)
+        peers = FrontEndPeers(members, "f0", "same", channels)
         yield peers, failing
         await peers.close()
         await channels.close()
@@ -58,7 +58,7 @@ async def other() -> AsyncIterator[tuple[Peers, Failing]]:
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
 async def test_unreachable_peer_is_lost_until_it_answers(
-    other: tuple[Peers, Failing], status: grpc.StatusCode
+    other: tuple[FrontEndPeers, Failing], status: grpc.StatusCode
 ) -> None:
     peers, failing = other
     (peer,) = peers.reachable()
@@ -82,7 +82,7 @@ async def test_unreachable_peer_is_lost_until_it_answers(
     ],
 )
 async def test_peer_that_fails_a_call_is_not_lost(
-    other: tuple[Peers, Failing], status: grpc.StatusCode, caplog: pytest.LogCaptureFixture
+    other: tuple[FrontEndPeers, Failing], status: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers, failing = other
     (peer,) = peers.reachable()

@@ -13,7 +13,7 @@ from tailrace.wire import FinishReason
 from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fleet import record
 from tests.frontend.simulated_worker import SimulatedWorker
-from worker_agent.engine.simulated import Faults, SimulatedSettings
+from worker_agent.engine.simulated import SimulatedFaults, SimulatedSettings
 from worker_agent.engine.simulated.script import Script, read_vocabulary
 
 # A step takes some 7 ms: fifty requests live for half a second.
@@ -34,7 +34,7 @@ def expected_tokens(rig: Rig, prompt: list[int]) -> list[int]:
 async def test_crashing_request_kills_at_most_two_engines_and_its_neighbours_finish(
     rig: Rig, says_goodbye: bool, index: int
 ) -> None:
-    faults = Faults(die_on_prompt=CULPRIT, die_at_index=index)
+    faults = SimulatedFaults(die_on_prompt=CULPRIT, die_at_index=index)
     workers = [SimulatedWorker(f"w{n}", SETTINGS, faults, says_goodbye) for n in range(3)]
     for worker in workers:
         await rig.stack.enter_async_context(worker.running())
@@ -77,7 +77,7 @@ async def test_crashing_prompt_of_another_front_end_ends_no_request_of_this_one(
     rig: Rig, tmp_path: Path
 ) -> None:
     """Both front ends lose streams on the first engine, and neither knows of the other's suspects."""
-    faults = Faults(die_on_prompt=CULPRIT)
+    faults = SimulatedFaults(die_on_prompt=CULPRIT)
     workers = [SimulatedWorker(f"w{n}", SETTINGS, faults, True) for n in range(3)]
     (tmp_path / "other").mkdir()
     async with open_rig(tmp_path / "other", Limits(), "f1") as other:

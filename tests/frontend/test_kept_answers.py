@@ -18,7 +18,7 @@ from frontend_svc.answers.calls import (
     Denial,
     NoteCall,
     OpenCall,
-    Opened,
+    OpenedAnswer,
     OpenReply,
 )
 from frontend_svc.api_server.kept_answers import FrontendCalls, KeepAnswers, call_of_task
@@ -65,8 +65,8 @@ def accepted_reply(
     body: bytes = b"{}",
     run: int = 1,
     request_name: str = "name",
-) -> Opened:
-    return Opened(
+) -> OpenedAnswer:
+    return OpenedAnswer(
         answer_id="a",
         run=run,
         skip=skip,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_svc.api_server.large_lane import Doors, LargeLane, Pass, Turn, large_task, use_two_lanes
+from frontend_svc.api_server.large_lane import Doors, LaneTurn, LargeLane, Pass, large_task, use_two_lanes
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tests.waiting import WAIT_S
 
@@ -104,7 +104,7 @@ async def test_turn_that_takes_too_long_is_over() -> None:
 def test_each_turn_is_taken_and_given_back_once(events: list[tuple[str, int]]) -> None:
     async def check() -> None:
         lane = LargeLane()
-        tasks: list[asyncio.Task[Turn]] = []
+        tasks: list[asyncio.Task[LaneTurn]] = []
         ended: set[int] = set()
         for event, which in events:
             if event == "enter":

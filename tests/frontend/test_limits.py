@@ -16,7 +16,7 @@ from tests.frontend.conftest import Rig, eventually
 from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs
 from tests.frontend.simulated_worker import SimulatedWorker
-from worker_agent.engine.simulated import Faults, SimulatedSettings
+from worker_agent.engine.simulated import SimulatedFaults, SimulatedSettings
 
 MIB = 1 << 20
 
@@ -105,7 +105,7 @@ async def test_too_large_reply_ends_only_its_request(rig: Rig) -> None:
 async def test_what_no_engine_can_run_ends_at_once_with_the_reason(
     rig: Rig, asked: dict[str, Any], reason: str
 ) -> None:
-    workers = [SimulatedWorker(f"w{n}", SimulatedSettings(), Faults(), False) for n in range(2)]
+    workers = [SimulatedWorker(f"w{n}", SimulatedSettings(), SimulatedFaults(), False) for n in range(2)]
     for worker in workers:
         await rig.stack.enter_async_context(worker.running())
         rig.members.instances[worker.instance_id] = record(worker.instance_id, worker.address)

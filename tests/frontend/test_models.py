@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from frontend_svc.fleet import Fleet, ServedModel
+from frontend_svc.fleet import ModelFleet, ServedModel
 from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
 from frontend_svc.streams import StreamTable
 from tailrace.model_identity import ModelIdentity
@@ -64,7 +64,7 @@ def test_front_end_without_weights_matches_models_by_name() -> None:
 def test_instances_of_another_model_are_excluded_from_the_fleet() -> None:
     members = StaticMembers()
     members.instances["a"] = running(SERVED_ROUTES.identity)
-    fleet = Fleet(members, SERVED_ROUTES)
+    fleet = ModelFleet(members, SERVED_ROUTES)
     fleet.add_listener(fleet.refresh)
     members.instances["b"] = running(ModelIdentity("text", "others"), instance_id="b")
     members.changed()
@@ -75,12 +75,12 @@ def test_instances_of_another_model_are_excluded_from_the_fleet() -> None:
     assert list(fleet.instances) == []
 
 
-def fleet_of(**precisions: str) -> Fleet:
+def fleet_of(**precisions: str) -> ModelFleet:
     """Return a fleet with instances of one model at these precisions."""
     members = StaticMembers()
     for name, precision in precisions.items():
         members.instances[name] = running(ModelIdentity("text", "weights", precision), instance_id=name)
-    return Fleet(members, SERVED_ROUTES)
+    return ModelFleet(members, SERVED_ROUTES)
 
 
 async def test_fallback_keeps_a_stream_with_tokens_on_the_model_that_made_them(channels: Channels) -> None:
@@ -108,7 +108,7 @@ async def test_placement_request_names_the_model_and_a_reply_with_another_is_ign
     leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id="a"))
     async with scheduler(members, "s0", leader):
         chooser = InstanceChooser(
-            "f0", Fleet(members, SERVED_ROUTES), AttachedOutbox("a", "b"), table, channels
+            "f0", ModelFleet(members, SERVED_ROUTES), AttachedOutbox("a", "b"), table, channels
         )
         stream = table.open("r")
         assert await chooser.choose(stream, NOWHERE) == Chosen("a", "")

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from frontend_svc.admission import AdmissionState
-from frontend_svc.fleet import Fleet
+from frontend_svc.fleet import ModelFleet
 from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen, PlacementClient, _PlacementStream
 from frontend_svc.settings import Limits, WaitLimits
 from frontend_svc.streams import TEXT_GENERATION, Requirements, Stream, StreamTable
@@ -137,11 +137,13 @@ async def test_request_goes_to_an_instance_that_meets_its_requirements(
     stream.requirements = requirements
     outbox = AttachedOutbox(*members.instances)
     # Without a scheduler the front end itself chooses.
-    chosen = await InstanceChooser("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
+    chosen = await InstanceChooser("f0", ModelFleet(members), outbox, table, channels).choose(
+        stream, frozenset()
+    )
     assert chosen.instance_id in capable if isinstance(chosen, Chosen) else not capable
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="none"))
     async with scheduler(members, "s0", refusing):
-        await InstanceChooser("f0", Fleet(members), outbox, table, channels).choose(stream, frozenset())
+        await InstanceChooser("f0", ModelFleet(members), outbox, table, channels).choose(stream, frozenset())
     assert set(refusing.place_requests[0].excluded_instance_ids) == members.instances.keys() - capable
 
 
@@ -151,7 +153,7 @@ async def test_placement_request_has_exact_lengths(channels: Channels) -> None:
     stream.token_ids.extend([1, 2])
     leader = Scheduler(placed_on("b"))
     async with scheduler(members, "s0", leader):
-        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
+        chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox("a", "b"), table, channels)
         assert await chooser.choose(stream, frozenset({"z"})) == Chosen("b", "test")
     (request,) = leader.place_requests
     assert (request.request_id, request.frontend_id) == ("r", "f0")
@@ -170,7 +172,7 @@ async def test_the_pace_of_a_policy_is_within_a_readers(
     members, table = StaticMembers(), StreamTable()
     leader = Scheduler(lambda request: scheduler_pb2.PlaceReply(instance_id="a", policy="p", pace_s=given))
     async with scheduler(members, "s0", leader):
-        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox("a"), table, channels)
         assert await chooser.choose(table.open("r"), frozenset()) == Chosen("a", "p", pace_s=pace_s)
 
 
@@ -181,7 +183,7 @@ async def test_only_a_request_never_placed_may_be_refused_as_late(channels: Chan
     table.orphan(moved)
     late = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="too late", final=True))
     async with scheduler(members, "s0", late):
-        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox("a"), table, channels)
         assert await chooser.choose(new, frozenset()) == NoneChosen("too late", final=True)
         await chooser.choose(moved, frozenset())
     assert [request.admitted for request in late.place_requests] == [False, True]
@@ -194,7 +196,7 @@ async def test_requests_that_arrive_during_a_call_are_placed_in_one_batch(channe
     names = [f"r{number}" for number in range(600)]
     async with scheduler(members, "s0", leader):
         chooser = InstanceChooser(
-            "f0", Fleet(members), AttachedOutbox(*(f"on-{name}" for name in names)), table, channels
+            "f0", ModelFleet(members), AttachedOutbox(*(f"on-{name}" for name in names)), table, channels
         )
         first = asyncio.create_task(chooser.choose(table.open(names[0]), frozenset()))
         await leader.called.wait()
@@ -217,7 +219,7 @@ async def test_requests_that_arrive_during_a_call_are_placed_in_one_batch(channe
 async def test_close_completes_pending_placements(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     async with scheduler(members, "s0", Scheduler(None)) as _:
-        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox("a"), table, channels)
         waiting = asyncio.create_task(chooser.choose(table.open("r"), frozenset()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -230,7 +232,7 @@ async def test_scheduler_refusal_is_returned(channels: Channels) -> None:
     members, table = StaticMembers(), StreamTable()
     refusing = Scheduler(lambda request: scheduler_pb2.PlaceReply(refusal="full"))
     async with scheduler(members, "s0", refusing):
-        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox("a"), table, channels)
         assert await chooser.choose(table.open("r"), frozenset()) == NoneChosen("full")
 
 
@@ -242,7 +244,7 @@ async def test_placement_on_an_unattached_instance_is_requested_again(channels: 
         )
     )
     async with scheduler(members, "s0", stale):
-        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a"), table, channels)
+        chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox("a"), table, channels)
         assert await chooser.choose(table.open("r"), frozenset()) == Chosen("a", "")
 
 
@@ -250,7 +252,7 @@ async def test_standby_scheduler_is_asked_when_the_leader_hangs(channels: Channe
     members, table = StaticMembers(), StreamTable()
     hung, standby = Scheduler(None), Scheduler(placed_on("b"))
     async with scheduler(members, "s0", hung), scheduler(members, "s1", standby):
-        chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox("a", "b"), table, channels)
+        chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox("a", "b"), table, channels)
         assert await chooser.choose(table.open("r"), frozenset()) == Chosen("b", "test")
         # The next request does not wait for the hung one.
         assert await chooser.choose(table.open("s"), frozenset()) == Chosen("b", "test")
@@ -403,7 +405,7 @@ async def test_fallback_chooses_the_least_loaded_prefill_instance(channels: Chan
     members.pools["d"] = Pool.DECODE
     members.draining, members.suspects = frozenset({"x"}), frozenset({"y"})
     outbox = AttachedOutbox("a", "b", "d", "x", "y")
-    chooser = InstanceChooser("f0", Fleet(members), outbox, table, channels)
+    chooser = InstanceChooser("f0", ModelFleet(members), outbox, table, channels)
     for name, expected in (("r0", "a"), ("r1", "b"), ("r2", "a")):
         stream = table.open(name)
         assert await chooser.choose(stream, frozenset()) == Chosen(expected, "fallback")
@@ -427,7 +429,7 @@ async def test_fallback_placement_does_not_iterate_over_streams(channels: Channe
     names = [f"w{number}" for number in range(64)]
     for number in range(10_000):
         table.assign(table.open(f"r{number}"), names[number % 63])
-    chooser = InstanceChooser("f0", Fleet(members), AttachedOutbox(*names), table, channels)
+    chooser = InstanceChooser("f0", ModelFleet(members), AttachedOutbox(*names), table, channels)
     assert await chooser.choose(table.open("new"), frozenset()) == Chosen("w63", "fallback")
     # The loss of an instance does not iterate over the streams of others either.
     assert len(table.orphan_all("w0")) == 159

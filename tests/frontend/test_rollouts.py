@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from frontend_svc.admission import CANNOT_GO_ON, AdmissionState, Refusal
-from frontend_svc.fleet import Fleet, ServedModel
+from frontend_svc.fleet import ModelFleet, ServedModel
 from frontend_svc.placement import prefix_of
 from frontend_svc.settings import Limits
 from frontend_svc.streams import StreamTable
-from scheduler_svc.loop import newer_rollout
+from scheduler_svc.servicer import newer_rollout
 from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import AdapterVersions, ModelIdentity
 from tailrace.rollout.record import RolloutRecord, RolloutState
@@ -307,7 +307,7 @@ def test_front_end_follows_only_newer_rollouts_it_can_serve(received: RolloutRec
     members.instances["old"] = running(OLD, instance_id="old")
     members.instances["new"] = running(NEW, instance_id="new")
     members.rollouts["chat"] = rollout(RolloutState.PREPARING)
-    fleet = Fleet(members, SERVED_ROUTES)
+    fleet = ModelFleet(members, SERVED_ROUTES)
     assert fleet.learn_rollout(received) is follows
     assert fleet.model == (NEW if follows else OLD).key
     # The same record again is not newer.
@@ -333,14 +333,14 @@ def test_model_and_instances_of_a_front_end_during_a_rollout(
     members.instances["old"] = running(OLD, instance_id="old")
     members.instances["new"] = running(NEW, instance_id="new")
     members.rollouts[record.model] = record
-    fleet = Fleet(members, SERVED_ROUTES)
+    fleet = ModelFleet(members, SERVED_ROUTES)
     assert (fleet.model, sorted(fleet.instances)) == (model, names)
 
 
 def test_instance_without_a_model_identity_is_unused_during_a_rollout() -> None:
     members = StaticMembers()
     members.instances["unknown"] = running(None, instance_id="unknown")
-    fleet = Fleet(members, SERVED_ROUTES)
+    fleet = ModelFleet(members, SERVED_ROUTES)
     fleet.attached("unknown", worker_pb2.WorkerHello(instance_id="unknown"))
     assert list(fleet.instances) == ["unknown"] and fleet.is_model("unknown", OLD.key)
     members.rollouts["chat"] = rollout(RolloutState.PREPARING)

@@ -23,8 +23,8 @@ from frontend_svc.admission import AdmissionFlag
 from frontend_svc.engine import FleetEngine
 from frontend_svc.settings import Settings as FrontSettings
 from migration_svc import main as migration_main
-from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
+from migration_svc.slots import MigrationSlots
 from monitor_svc import main as monitor_main
 from scheduler_svc import main as scheduler_main
 from tailrace.records import PolicyRecord
@@ -210,7 +210,7 @@ async def open_fleet(
             ("monitor", monitor_main.serve(options("monitor"), 2.0, 100_000, no_drain)),
             (
                 "migration",
-                migration_main.serve(options("migration"), None, Admission(), CopyRules(), Shutdown()),
+                migration_main.serve(options("migration"), None, MigrationSlots(), CopyRules(), Shutdown()),
             ),
             (
                 "scheduler",

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from migration_svc.journal import Closed, Journal, JournalDamaged, Opened
+from migration_svc.journal import Journal, JournalClosed, JournalDamaged, JournalOpened
 from tests.full_disk import files_end_at
 
 
-def opened(migration_id: str) -> Opened:
-    return Opened(
+def opened(migration_id: str) -> JournalOpened:
+    return JournalOpened(
         migration_id=migration_id,
         request_id="r",
         source_instance_id="a",
@@ -31,12 +31,12 @@ def test_unclosed_migrations_are_unfinished_after_a_restart(tmp_path: Path) -> N
     journal = Journal(path)
     for name in ("one", "two", "three"):
         journal.write(opened(name))
-    journal.write(Closed(migration_id="two", committed=True))
+    journal.write(JournalClosed(migration_id="two", committed=True))
     journal.close()
     again = Journal(path)
     assert [entry.migration_id for entry in again.unfinished] == ["one", "three"]
     for entry in again.unfinished:
-        again.write(Closed(migration_id=entry.migration_id, committed=False))
+        again.write(JournalClosed(migration_id=entry.migration_id, committed=False))
     again.close()
     assert Journal(path).unfinished == []
 
@@ -71,7 +71,7 @@ def test_journal_recovers_from_a_full_disk(
     journal.write(opened("before"))
     with files_end_at(path.stat().st_size + room):
         journal.write(opened("within"))
-        journal.write(Closed(migration_id="before", committed=True))
+        journal.write(JournalClosed(migration_id="before", committed=True))
     assert sum("cannot be written" in record.message for record in caplog.records) == 1
     journal.write(opened("after"))
     journal.close()
@@ -121,7 +121,7 @@ def test_journal_size_is_bounded(tmp_path: Path) -> None:
     sizes = set()
     for number in range(100):
         journal.write(opened(f"m{number}"))
-        journal.write(Closed(migration_id=f"m{number}", committed=True))
+        journal.write(JournalClosed(migration_id=f"m{number}", committed=True))
         sizes.add(len(path.read_bytes().splitlines()))
     assert max(sizes) <= 10
     journal.write(opened("last"))

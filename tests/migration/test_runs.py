@@ -12,11 +12,11 @@ import pytest
 from grpc import StatusCode
 from prometheus_client import CollectorRegistry
 
-from migration_svc.admission import Admission
-from migration_svc.journal import Closed, Journal
+from migration_svc.journal import Journal, JournalClosed
 from migration_svc.metrics import MigrationMetrics
 from migration_svc.migration import CopyRules
 from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
+from migration_svc.slots import MigrationSlots
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
@@ -55,11 +55,11 @@ class Bench:
         self.history, self.journal = History(), Journal(journal)
         self.channels = Channels()
         self.instances = {name: instance(name, address) for name in ("a", "b", "c")}
-        admission = Admission()
+        slots = MigrationSlots()
         metrics = MigrationMetrics(CollectorRegistry(), lambda: 0, lambda: 0)
         self.runs = Runs(
             self.channels,
-            admission,
+            slots,
             self.journal,
             self.history,
             metrics,
@@ -179,7 +179,7 @@ async def test_target_whose_call_broke_is_asked_for_the_end(
         last = (await b.migrate())[-1]
         assert last.state == state and error in last.error and bool(last.error) == bool(error)
         lines = (tmp_path / "journal").read_bytes().splitlines()
-        assert msgspec.json.decode(lines[-1], type=Closed).committed == (state == COMMITTED)
+        assert msgspec.json.decode(lines[-1], type=JournalClosed).committed == (state == COMMITTED)
 
 
 async def test_target_whose_event_cannot_be_decoded_is_asked_for_the_end(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ async def test_end_of_a_migration_to_an_unreachable_target_is_unknown(
         last = (await b.migrate())[-1]
         assert last.state == UNKNOWN and "target b" in last.error
         lines = (tmp_path / "journal").read_bytes().splitlines()
-        closed = msgspec.json.decode(lines[-1], type=Closed)
+        closed = msgspec.json.decode(lines[-1], type=JournalClosed)
         assert closed.unknown and not closed.committed
 
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
-from monitor_svc.reports import Reports
+from monitor_svc.reports import LatestReports
 from monitor_svc.servicer import MONITOR_SERVICE, Feed, MonitorServicer, add_to_server
 from monitor_svc.traces import OTLP_SERVICE, OtlpServicer, TraceStore
 from tailrace.service.server import Servicer, serve_grpc
@@ -25,7 +25,7 @@ class Monitor:
     """The parts of a monitor that tests use."""
 
     address: str
-    reports: Reports
+    reports: LatestReports
     feed: Feed
     stub: MonitorAsyncStub
 
@@ -33,7 +33,7 @@ class Monitor:
 @pytest.fixture
 async def monitor() -> AsyncIterator[Monitor]:
     """Start a monitor whose subscriber queues hold four reports of events."""
-    reports, traces = Reports(silence_timeout_s=2.0), TraceStore()
+    reports, traces = LatestReports(silence_timeout_s=2.0), TraceStore()
     feed = Feed(reports, events_max=4)
     servicers = [
         Servicer(add_to_server, MonitorServicer(reports, feed, traces), MONITOR_SERVICE),

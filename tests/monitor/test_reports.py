@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from monitor_svc.gauges import MonitorGauges
-from monitor_svc.reports import MissedObjectives, ReceivedReport, Reports, missed_objectives
+from monitor_svc.reports import LatestReports, MissedObjectives, ReceivedReport, missed_objectives
 from monitor_svc.servicer import Feed, MonitorServicer
 from monitor_svc.traces import TraceStore
 from tailrace.request_columns import columns_from
@@ -22,7 +22,7 @@ from tests.streamed import read_message
 from tests.waiting import WAIT_S
 
 
-def apply(reports: Reports, report: monitor_pb2.WorkerReport, now_s: float) -> None:
+def apply(reports: LatestReports, report: monitor_pb2.WorkerReport, now_s: float) -> None:
     """Apply a report as received."""
     reports.apply(ReceivedReport.of(report), now_s)
 
@@ -58,7 +58,7 @@ def phase_event(name: str, request_id: str, phase: types_pb2.Phase.ValueType) ->
 
 
 def test_events_are_kept_until_the_next_periodic_report() -> None:
-    reports = Reports(2.0)
+    reports = LatestReports(2.0)
     apply(reports, steady("a", requests=1), 0.0)
     apply(reports, phase_event("a", "r0", types_pb2.PHASE_ANSWERING), 0.1)
     apply(reports, phase_event("a", "r0", types_pb2.PHASE_UNSPECIFIED), 0.2)
@@ -71,7 +71,7 @@ def test_events_are_kept_until_the_next_periodic_report() -> None:
 
 
 def test_an_instance_without_reports_is_silent() -> None:
-    reports = Reports(2.0)
+    reports = LatestReports(2.0)
     apply(reports, steady("a"), 0.0)
     apply(reports, steady("b"), 0.0)
     assert not reports.update_silent(2.0)
@@ -85,14 +85,14 @@ def test_an_instance_without_reports_is_silent() -> None:
 
 
 def test_a_suspended_monitor_extends_the_deadlines() -> None:
-    reports = Reports(2.0)
+    reports = LatestReports(2.0)
     apply(reports, steady("a"), 0.0)
     reports.extend_deadlines(10.0)
     assert not reports.update_silent(10.5)
 
 
 def test_forgotten_instances_are_removed() -> None:
-    reports = Reports(2.0)
+    reports = LatestReports(2.0)
     apply(reports, steady("a"), 0.0)
     reports.update_silent(3.0)
     reports.forget(["a", "unknown"])
@@ -101,7 +101,7 @@ def test_forgotten_instances_are_removed() -> None:
 
 
 def test_a_new_incarnation_starts_empty() -> None:
-    reports = Reports(2.0)
+    reports = LatestReports(2.0)
     apply(reports, steady("a", requests=3), 0.0)
     apply(
         reports,
@@ -155,7 +155,7 @@ def test_missed_objectives(
 
 
 async def test_a_subscriber_overwhelmed_by_events_gets_a_snapshot() -> None:
-    reports = Reports(2.0)
+    reports = LatestReports(2.0)
     feed = Feed(reports, events_max=3)
     with feed.subscribe() as subscription:
         assert (await subscription.next()).snapshot
@@ -176,7 +176,7 @@ async def test_a_subscriber_overwhelmed_by_events_gets_a_snapshot() -> None:
 
 
 async def test_a_lagging_subscriber_gets_the_latest_state_and_all_news() -> None:
-    feed = Feed(Reports(2.0))
+    feed = Feed(LatestReports(2.0))
     with feed.subscribe() as subscription:
         await subscription.next()
         ended = monitor_pb2.PhaseEvent(request_id="r0", output_tokens=9)
@@ -303,7 +303,7 @@ async def test_a_report_that_cannot_be_processed_is_refused_alone(
 
 
 def test_gauges_of_instances_and_slos() -> None:
-    reports, traces = Reports(2.0), TraceStore()
+    reports, traces = LatestReports(2.0), TraceStore()
     feed = Feed(reports)
     apply(reports, steady("a", 3, requests=2), 0.0)
     registry = CollectorRegistry()
@@ -322,7 +322,7 @@ def test_gauges_of_instances_and_slos() -> None:
 
 def test_phases_of_a_later_version_have_no_series() -> None:
     """There would be one for each number that a worker makes up."""
-    reports, traces = Reports(2.0), TraceStore()
+    reports, traces = LatestReports(2.0), TraceStore()
     feed = Feed(reports)
     servicer = MonitorServicer(reports, feed, traces)
     registry = CollectorRegistry()

@@ -47,12 +47,10 @@ TARGETS: Final = (
     ),
     Target(
         "tailrace/control/runner.py",
-        (
-            "tests/control/test_runner.py",
-            "tests/scheduler/test_active_policy.py",
-            "tests/scheduler/test_decisions.py",
-        ),
+        ("tests/control/test_runner.py", "tests/scheduler/test_decisions.py"),
     ),
+    Target("tailrace/control/guard.py", ("tests/control/test_guard.py",)),
+    Target("tailrace/control/active_policy.py", ("tests/scheduler/test_active_policy.py",)),
     Target("tailrace/bid_ask.py", (_POLICY + "test_bid_ask.py", _POLICY + "test_paper_pages.py")),
     Target("tailrace/policy/cascade/planner.py", (_POLICY + "test_cascade_planner.py",)),
     Target(

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from migration_svc import main as migration_main
-from migration_svc.admission import Admission
 from migration_svc.migration import CopyRules
+from migration_svc.slots import MigrationSlots
 from monitor_svc import main as monitor_main
 from scheduler_svc import main as scheduler_main
 from tailrace.records import PolicyRecord
@@ -84,7 +84,7 @@ class Control:
         """Start a migration service without a journal."""
         shutdown = self.shutdowns["migration"] = Shutdown()
         options = self.options("migration", "migration")
-        serving = migration_main.serve(options, None, Admission(), CopyRules(), shutdown)
+        serving = migration_main.serve(options, None, MigrationSlots(), CopyRules(), shutdown)
         await self._start("migration", "migration", serving)
 
     async def start_scheduler(self, name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_svc.admin.listing import policy_infos
 from tailrace import plugins
-from tailrace.control.runner import ActivePolicy, warm_up
+from tailrace.control.active_policy import ActivePolicy, warm_up
 from tailrace.policy import registry
 from tailrace.policy.arrow.policy import Arrow
 from tailrace.policy.round_robin import RoundRobin

@@ -11,15 +11,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from scheduler_svc.actuator import Actuator, WorkerCalls
-from scheduler_svc.loop import DecisionLoop, Traceparents
+from scheduler_svc.loop import DecisionLoop
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.settings import Settings
+from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import ORDERED_MAX, Action, Migrate, ReturnPrompts, SetPool, WhenFull
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.guard import PolicyGuard
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, Guard
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.store.membership import Membership
@@ -117,7 +119,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         stack.push_async_callback(actuator.close)
         set_members(state, in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)
         report_to(state, steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
-        control = LiveControl(state, active, actuator, Guard(metrics))
+        control = LiveControl(state, active, actuator, PolicyGuard(metrics))
         loop = DecisionLoop(control, leading, metrics)
         yield Scheduler(store, membership, state, actuator, loop)
 

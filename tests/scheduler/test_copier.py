@@ -7,7 +7,7 @@ import pytest
 
 from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.loop import Traceparents
+from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import CopyPrefix
 from tailrace.cluster import Arrival
 from tailrace.control.reported_cluster import ReportedCluster

@@ -16,10 +16,11 @@ from scheduler_svc.loop import DecisionLoop
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.actions import Action, Migrate, Place, Placement, Refuse, SetPool, WhenFull
 from tailrace.cluster import Arrival, ClusterView, Pool, RequestView, Stage
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.events import MigrationClosed, MigrationOpened
+from tailrace.control.guard import PolicyGuard
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, Guard
 from tailrace.policy.base import Policy
 from tailrace.policy.parameters import Value
 from tailrace.records import PolicyRecord
@@ -91,7 +92,7 @@ class Scheduler:
         self.leading = asyncio.Event()
         self.leading.set()
         self.metrics = SchedulerMetrics(CollectorRegistry())
-        self.control = LiveControl(self.state, self.active, self.executor, Guard(self.metrics))
+        self.control = LiveControl(self.state, self.active, self.executor, PolicyGuard(self.metrics))
         self.loop = DecisionLoop(self.control, self.leading, self.metrics)
 
     def place(self, request_id: str = "r", excluded: frozenset[str] = frozenset()) -> tuple[str, str]:

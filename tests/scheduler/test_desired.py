@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry
 from scheduler_svc.desired import LOOP, DesiredMetrics
 from tailrace.actions import Refuse
 from tailrace.cluster import Arrival, CachedTokens
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.events import Arrived
+from tailrace.control.guard import PlainCalls
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, PlainCalls
 from tailrace.lengths import LengthStatistics
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import PolicyRecord, ServiceRecord

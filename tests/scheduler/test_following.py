@@ -11,9 +11,10 @@ import pytest
 from scheduler_svc.following import Following
 from scheduler_svc.settings import Settings
 from tailrace.actions import Action, WhenFull
+from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.guard import patient_guard
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import ActivePolicy, patient_guard
 from tailrace.records import PolicyRecord, resumed, suspended
 from tailrace.slo import Slo, changed_slo
 from tailrace.store.client import StoreUnavailable

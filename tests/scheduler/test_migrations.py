@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.drainer import Drainer
-from scheduler_svc.loop import Traceparents
 from scheduler_svc.migrations import Migrations, MigrationStarter
+from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Migrate
 from tailrace.cluster import RequestView
 from tailrace.control.reported_cluster import ReportedCluster

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.loop import Traceparents
+from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Offer, Place
 from tailrace.cluster import Arrival, Stage
 from tailrace.control.cluster_model import ModelGroups

@@ -20,7 +20,7 @@ from tests.service.silent_proxy import silent_proxy
 from tests.waiting import WAIT_S
 from worker_agent.engine.base import EngineStats
 from worker_agent.load import MigrationLoad
-from worker_agent.reports import PhaseEvents, Reports
+from worker_agent.reports import PhaseEvents, ReportStream
 from worker_agent.running_requests import RunningRequests
 from worker_agent.speeds import Speeds
 
@@ -55,9 +55,9 @@ class ProxiedChannels(Channels):
         return super().get(self._by_address.get(address, address), role)
 
 
-def reports(control: Control, name: str, channels: Channels) -> Reports:
+def reports(control: Control, name: str, channels: Channels) -> ReportStream:
     """Return the reporting task of a worker."""
-    return Reports(
+    return ReportStream(
         name,
         "1",
         16,

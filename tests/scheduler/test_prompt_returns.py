@@ -7,7 +7,7 @@ import pytest
 
 from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.loop import Traceparents
+from scheduler_svc.traceparents import Traceparents
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc

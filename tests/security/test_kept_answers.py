@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.admission import Refusal
-from frontend_svc.answers.calls import OpenCall, Opened, OpenReply, run_name
+from frontend_svc.answers.calls import OpenCall, OpenedAnswer, OpenReply, run_name
 from frontend_svc.answers.coordinator import AnswerCoordinator, RunRequest
 from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.settings import Front, Settings, WaitLimits
@@ -55,7 +55,7 @@ class FrontEnd:
     sink: Sink
     address: str
 
-    def run(self, reply: OpenReply) -> tuple[Opened, RunRequest]:
+    def run(self, reply: OpenReply) -> tuple[OpenedAnswer, RunRequest]:
         """Run the opened answer, as the API server does."""
         assert reply.opened is not None, reply
         opened = reply.opened

@@ -19,8 +19,8 @@ from tailrace.security.roles import Identity, Role
 from tailrace.security.session import TlsSession
 from tailrace.security.transport import Transport
 from tailrace.service.message_stream import (
-    Admission,
     MessageStream,
+    StreamAccess,
     StreamBroken,
     StreamRefused,
     connect_stream,
@@ -52,10 +52,10 @@ async def echo_worker(worker: Transport) -> AsyncIterator[str]:
                 worker_pb2.AttachDown(outputs=worker_pb2.StepOutputs(frames=received.submit.frames))
             )
 
-    admission = Admission(worker, frozenset({Role.FRONTEND}), refusal)
+    access = StreamAccess(worker, frozenset({Role.FRONTEND}), refusal)
     async with (
         asyncio.timeout(WAIT_S),
-        serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve, admission=admission) as address,
+        serve_streams("127.0.0.1:0", worker_pb2.AttachUp, serve, access=access) as address,
     ):
         yield address
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from simulator.scenario import Fleet, Scenario, run_scenario
+from simulator.scenario import Scenario, SimulatedFleet, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.slo import Slo
 from tests.simulator.command_lines import profile, run_cli, run_cli_ok, workload
@@ -69,7 +69,7 @@ def test_figures_equal_those_of_single_runs(
 ) -> None:
     # The second seed gets the second half of the trace, which begins with the 21st request.
     options = WorkloadOptions(seed=1, rate_per_s=20.0, count=20, start_s=1.0)
-    scenario = Scenario(OTHER, arguments[4], options, Fleet(str(profile(folder)), 2), Slo())
+    scenario = Scenario(OTHER, arguments[4], options, SimulatedFleet(str(profile(folder)), 2), Slo())
     alone = run_scenario(scenario).figures.as_dict()
     assert reply["groups"][1]["policies"][1]["runs"][1] == alone
 

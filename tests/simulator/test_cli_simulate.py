@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.scenario import Fleet, Scenario, run_scenario
+from simulator.scenario import Scenario, SimulatedFleet, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.slo import Slo
 from tests.simulator.command_lines import profile, run_cli, run_cli_ok, workload
@@ -29,7 +29,11 @@ def test_json_has_the_figures_of_the_run(small: tuple[str, ...], tmp_path: Path)
     reply = json.loads(result.stdout)
     outcome = run_scenario(
         Scenario(
-            "pascal", small[0], WorkloadOptions(), Fleet(str(profile(tmp_path)), 3), Slo(1.0, 0.05, None)
+            "pascal",
+            small[0],
+            WorkloadOptions(),
+            SimulatedFleet(str(profile(tmp_path)), 3),
+            Slo(1.0, 0.05, None),
         )
     )
     assert reply["figures"] == outcome.figures.as_dict()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simulator.blocks import DecodeBlocks, blocks_for
 from simulator.cluster import ClusterSpec, LinkSpec
 from simulator.events import EventQueue
-from simulator.intervals import RecentIntervals
+from simulator.intervals import StepRunIntervals
 from simulator.network import Network
 from simulator.request import SimRequest
 from simulator.simulation import simulate
@@ -165,7 +165,7 @@ def test_recent_intervals_equal_those_of_single_steps(
     runs: list[tuple[float, float, float, int, int]], share: float, later_s: float
 ) -> None:
     """Runs follow pauses; the last one is in progress or already over. Queries have no side effect."""
-    recent = RecentIntervals()
+    recent = StepRunIntervals()
     ended_s = 0.0
     tokens: list[tuple[float, float, int]] = []
     for number, (pause_s, first_s, increment_s, steps, requests) in enumerate(runs):

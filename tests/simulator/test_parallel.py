@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.parallel import Progress, Task, TaskError, run_tasks
+from simulator.parallel import Task, TaskError, TaskProgress, run_tasks
 from tests.waiting import WAIT_S
 
 
@@ -45,7 +45,7 @@ def test_results_in_the_order_of_the_tasks() -> None:
 
 
 def test_the_longest_task_runs_first_and_progress_is_by_cost() -> None:
-    reported: list[Progress] = []
+    reported: list[TaskProgress] = []
     run_tasks(_squares([1.0, 5.0, 2.0, 2.0]), processes=1, progress=reported.append)
     assert [progress.name for progress in reported] == ["t1", "t2", "t3", "t0"]
     assert [progress.share for progress in reported] == pytest.approx([0.5, 0.7, 0.9, 1.0])
@@ -110,7 +110,7 @@ def test_a_result_that_cannot_be_pickled_names_its_task() -> None:
 def test_an_interrupt_stops_the_workers() -> None:
     before = children()
 
-    def interrupt(_: Progress) -> None:
+    def interrupt(_: TaskProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -21,7 +21,7 @@ from simulator.report.over_time import stages
 from simulator.report.page import Cell, cards, table
 from simulator.report.run import run_report
 from simulator.report.side_by_side import comparison_report
-from simulator.scenario import Detail, Fleet, Outcome, Scenario, run_scenario
+from simulator.scenario import Detail, Scenario, ScenarioResult, SimulatedFleet, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.cluster import Stage
 from tailrace.slo import Slo
@@ -29,18 +29,18 @@ from tests.simulator.command_lines import profile
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> SimulatedFleet:
     """Return a fleet of three small instances."""
-    return Fleet(str(profile(tmp_path_factory.mktemp("report"))), 3)
+    return SimulatedFleet(str(profile(tmp_path_factory.mktemp("report"))), 3)
 
 
-def _outcome(policy: str, fleet: Fleet) -> Outcome:
+def _outcome(policy: str, fleet: SimulatedFleet) -> ScenarioResult:
     options = WorkloadOptions(rate_per_s=9.0, count=60, max_model_len=1_500)
     return run_scenario(Scenario(policy, "sharegpt,reasoning_phase", options, fleet, Slo()))
 
 
 @cache
-def _detail(outcome_of: tuple[str, Fleet]) -> tuple[Outcome, Detail]:
+def _detail(outcome_of: tuple[str, SimulatedFleet]) -> tuple[ScenarioResult, Detail]:
     outcome = _outcome(*outcome_of)
     assert outcome.detail is not None
     return outcome, outcome.detail
@@ -62,14 +62,14 @@ def _titles(picture: ElementTree.Element) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", ["pascal", "arrow", "cascade", "ares"])
-def test_a_run_is_one_file_without_scripts(policy: str, fleet: Fleet) -> None:
+def test_a_run_is_one_file_without_scripts(policy: str, fleet: SimulatedFleet) -> None:
     html = run_report(_outcome(policy, fleet))
     assert "<script" not in html
     assert not re.search(r"(src|href)=|url\(|@import", html)
     assert _pictures(html)
 
 
-def test_the_page_contains_the_figures(fleet: Fleet) -> None:
+def test_the_page_contains_the_figures(fleet: SimulatedFleet) -> None:
     outcome, _ = _detail(("pascal", fleet))
     html = run_report(outcome)
     figures = outcome.figures
@@ -78,7 +78,7 @@ def test_the_page_contains_the_figures(fleet: Fleet) -> None:
     assert f"<td>{figures.ttft_p99_s:.3g} s</td>" in html
 
 
-def test_kv_use_over_time(fleet: Fleet) -> None:
+def test_kv_use_over_time(fleet: SimulatedFleet) -> None:
     outcome, detail = _detail(("pascal", fleet))
     picture = _pictures(run_report(outcome))["KV use over time"]
     titles = _titles(picture)
@@ -90,7 +90,7 @@ def test_kv_use_over_time(fleet: Fleet) -> None:
     assert f"the fullest reached {share:.0%}" in run_report(outcome)
 
 
-def test_pools_are_drawn_only_if_there_are_pools(fleet: Fleet) -> None:
+def test_pools_are_drawn_only_if_there_are_pools(fleet: SimulatedFleet) -> None:
     outcome, detail = _detail(("arrow", fleet))
     titles = _titles(_pictures(run_report(outcome))["pools over time"])
     assert len(titles) == len(detail.series.pools)
@@ -98,7 +98,7 @@ def test_pools_are_drawn_only_if_there_are_pools(fleet: Fleet) -> None:
     assert "pools over time" not in _pictures(run_report(_outcome("pascal", fleet)))
 
 
-def test_stages_are_drawn_only_if_there_are_stages(fleet: Fleet) -> None:
+def test_stages_are_drawn_only_if_there_are_stages(fleet: SimulatedFleet) -> None:
     _, detail = _detail(("pascal", fleet))
     assert stages(detail) == ""
     first = (Stage(0, 500, ("i000",)), Stage(500, 2_000, ("i001", "i002")))
@@ -113,7 +113,7 @@ def test_stages_are_drawn_only_if_there_are_stages(fleet: Fleet) -> None:
     ]
 
 
-def test_migrations_over_time_add_up(fleet: Fleet) -> None:
+def test_migrations_over_time_add_up(fleet: SimulatedFleet) -> None:
     outcome, detail = _detail(("arrow", fleet))
     html = run_report(outcome)
     titles = _titles(_pictures(html)["migrations over time"])
@@ -123,7 +123,7 @@ def test_migrations_over_time_add_up(fleet: Fleet) -> None:
     assert f"<td>prefill done</td><td>{len(detail.migrations)}</td><td>{len(committed)}</td>" in html
 
 
-def test_tail_by_reasoning_length(fleet: Fleet) -> None:
+def test_tail_by_reasoning_length(fleet: SimulatedFleet) -> None:
     outcome, _ = _detail(("pascal", fleet))
     titles = _titles(_pictures(run_report(outcome))["tail TTFT by reasoning length"])
     reasoning = [(length, ttft) for length, _, ttft in outcome.points if 256 <= length < 512]
@@ -134,7 +134,7 @@ def test_tail_by_reasoning_length(fleet: Fleet) -> None:
 
 
 @pytest.fixture(scope="module")
-def comparison(fleet: Fleet) -> Comparison:
+def comparison(fleet: SimulatedFleet) -> Comparison:
     """Return a comparison of two policies at two rates."""
     options = WorkloadOptions(count=20, max_model_len=1_500)
     plan = Plan(["pascal", "arrow"], ["sharegpt"], [4.0, 8.0], [0, 1], options, fleet, Slo(0.3, 0.02))
@@ -181,7 +181,7 @@ def test_a_table_fits_the_terminal(comparison: Comparison, width: int) -> None:
 
 
 def test_workload_files_are_named_without_their_folder() -> None:
-    scenario = Scenario("pascal", "azure:/a/b/c.csv, r1", WorkloadOptions(), Fleet("p", 1), Slo())
+    scenario = Scenario("pascal", "azure:/a/b/c.csv, r1", WorkloadOptions(), SimulatedFleet("p", 1), Slo())
     assert scenario.workload_name == "azure:c.csv, r1"
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from simulator.cli.size import size_command
-from simulator.scenario import Fleet
+from simulator.scenario import SimulatedFleet
 from simulator.sizing import Kind, _least
 from simulator.workloads.resolve import WorkloadOptions, resolve_workload
 from tests.simulator.command_lines import profile, workload
@@ -61,11 +61,11 @@ def test_the_search_finds_the_edge_from_any_guess() -> None:
 
 
 def test_kinds() -> None:
-    assert Kind.of("a").fleet(3, Fleet("", 1)) == Fleet("a:3", 3)
+    assert Kind.of("a").fleet(3, SimulatedFleet("", 1)) == SimulatedFleet("a:3", 3)
     mixed = Kind.of("a:4, b")
     assert (mixed.base, mixed.name, mixed.least, str(mixed)) == ("a:4", "b", 0, "a:4,b")
-    assert mixed.fleet(2, Fleet("", 1)) == Fleet("a:4,b:2", 6)
-    assert mixed.fleet(0, Fleet("", 1)) == Fleet("a:4", 4)
+    assert mixed.fleet(2, SimulatedFleet("", 1)) == SimulatedFleet("a:4,b:2", 6)
+    assert mixed.fleet(0, SimulatedFleet("", 1)) == SimulatedFleet("a:4", 4)
     for text in ("a:4", "a:4,b:2", "a,b"):
         with pytest.raises(ValueError, match="COUNT"):
             Kind.of(text)

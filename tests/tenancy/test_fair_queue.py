@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tailrace.tenancy.fair_queue import Entry, FairQueue, TenantQueueFull
+from tailrace.tenancy.fair_queue import FairQueue, Queued, TenantQueueFull
 
 TENANTS = "abcd"
 QUEUE_LIMIT = 5
@@ -28,7 +28,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.items = itertools.count()
         self.weights: dict[str, float] = {}
         # Waiting entries by tenant.
-        self.model: dict[str, list[Entry[int]]] = {tenant: [] for tenant in TENANTS}
+        self.model: dict[str, list[Queued[int]]] = {tenant: [] for tenant in TENANTS}
         # For each waiting tenant, the cost served to each other one since it began to wait for its next turn.
         self.before: dict[str, defaultdict[str, float]] = {tenant: defaultdict(float) for tenant in TENANTS}
         # For two waiting tenants: the difference of their served costs by weight, and its extremes.

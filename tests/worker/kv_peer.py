@@ -30,7 +30,7 @@ from worker_agent.faults import Faults, FaultSpec
 from worker_agent.kv.address import KvTransferError, Ticket, address_of
 from worker_agent.kv.client import KvClient
 from worker_agent.kv.memory import Mappings, Segments, StagingPool
-from worker_agent.kv.server import KvServer, Session
+from worker_agent.kv.server import KvServer, KvSession
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 
@@ -127,7 +127,7 @@ class Serving:
             settings.claim_s,
         )
         self._client = KvClient(shape(settings.block_bytes), pool, Mappings(), metrics, settings.sealed)
-        self._sessions: list[Session] = []
+        self._sessions: list[KvSession] = []
         self._pulls: list[asyncio.Task[int]] = []
         self._strays = 0
 

@@ -19,14 +19,14 @@ from tailrace.perf.transfer_rate import TransferRate
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import cache_pb2, types_pb2, worker_pb2
 from tests.worker.simulated import request_frames
-from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
+from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.kv.address import KvAddress, KvTransferError, Ticket
 from worker_agent.kv.client import Deliver
-from worker_agent.kv.server import Session
+from worker_agent.kv.server import KvSession
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.export_call import Lease, SourceFailed, SourceLink, SourceLost
 from worker_agent.migration.source import Exports, SourceParts
@@ -131,7 +131,7 @@ def _address(number: int) -> KvAddress:
 class MemorySession:
     """BlockSession over the fleet's memory."""
 
-    def __init__(self, blocks: MemoryBlocks, session: Session) -> None:
+    def __init__(self, blocks: MemoryBlocks, session: KvSession) -> None:
         self.taken = False
         self.tickets = [session.ticket]
         self._blocks = blocks
@@ -151,10 +151,10 @@ class MemoryBlocks:
 
     def __init__(self, number: int) -> None:
         self.addresses = [_address(number)]
-        self.sessions: dict[Ticket, Session] = {}
+        self.sessions: dict[Ticket, KvSession] = {}
 
     async def open(self, request_id: str, targets: Sequence[KvAddress]) -> MemorySession:
-        session = Session(request_id)
+        session = KvSession(request_id)
         self.sessions[session.ticket] = session
         return MemorySession(self, session)
 
@@ -258,7 +258,7 @@ class Node:
                 timeout_s=SETTINGS.pull_timeout_s,
             )
         )
-        admission = Admission(pulls, self.front_ends, self.running, self.metrics, 1000)
+        admission = AdmissionControl(pulls, self.front_ends, self.running, self.metrics, 1000)
         own = Addressee(str(self.number), "1")
         self.exports = Exports(
             SourceParts(

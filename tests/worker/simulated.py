@@ -13,7 +13,7 @@ import msgspec
 from tailrace import wire
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
 
 EOS = 258
 THINK = 259
@@ -196,7 +196,7 @@ class Fleet:
     def __init__(self, *settings: SimulatedSettings) -> None:
         self.clock = VirtualClock()
         self.front_end = FrontEnd()
-        self.faults = [Faults() for _ in settings]
+        self.faults = [SimulatedFaults() for _ in settings]
         self.engines = [
             SimulatedEngine(each, faults=faults, clock=self.clock)
             for each, faults in zip(settings, self.faults, strict=True)

@@ -17,7 +17,7 @@ from tailrace.v1 import worker_pb2
 from tests.counting import skipped
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, request_frames
-from worker_agent.dispatch import Admission, AttachStreams, Dispatcher
+from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, send_heartbeats
@@ -367,7 +367,7 @@ async def test_worker_at_its_request_limit_rejects_others() -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
     await engine.start(worker.sink)
-    admission = Admission(engine, worker.front_ends, worker.running, worker.metrics, 2)
+    admission = AdmissionControl(engine, worker.front_ends, worker.running, worker.metrics, 2)
     front = await attached(worker, "a")
     for handle in (1, 2, 3):
         admission.submit(submission(handle))
@@ -393,7 +393,7 @@ async def test_failing_submission_ends_only_its_request(monkeypatch: pytest.Monk
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr(engine, "submit", fail)
-    admission = Admission(engine, worker.front_ends, worker.running, worker.metrics, 2)
+    admission = AdmissionControl(engine, worker.front_ends, worker.running, worker.metrics, 2)
     front = await attached(worker, "a")
     admission.submit(submission(1))
     assert (await front.peer.down.get()).taken.handle == 1

@@ -23,7 +23,7 @@ from tests.waiting import WAIT_S
 from worker_agent.bidask import offer_sender
 from worker_agent.bidask.bid_receiver import Won
 from worker_agent.bidask.coordinator import BidAskServicer, Coordinator, send_over
-from worker_agent.bidask.messages import Peers
+from worker_agent.bidask.messages import PeerQueues
 from worker_agent.registration import Addressee
 
 
@@ -280,7 +280,7 @@ async def test_a_peer_to_which_sending_fails_in_any_way_is_lost(error: Exception
             raise error
         sent.put_nowait(address)
 
-    peers = Peers(send, lost.put_nowait)
+    peers = PeerQueues(send, lost.put_nowait)
     before = failures_of("bid-ask messages")
     for address in ("wrong", "right"):
         peers.send(address, address, bidask_pb2.BidAskMessage(request_id="r"))

@@ -7,7 +7,7 @@ import asyncio
 from tailrace.v1 import cache_pb2
 from tests.worker.test_pulls import HOLDER, Worker
 from worker_agent.engine.base import Frames
-from worker_agent.prefixes.pulls import Copies, Outcome, PromptLink, PromptUnknown
+from worker_agent.prefixes.pulls import Copies, PromptLink, PromptUnknown, PullOutcome
 
 REQUEST = cache_pb2.CopyRequest(
     request_id="asked", holder_instance_id="holder", holder_address=HOLDER.address, tokens=8
@@ -34,7 +34,7 @@ class Target(Worker):
         self.importing = 0
         self.copies = Copies(self.pulls, Prompts(), lambda: self.importing, self.metrics)
 
-    async def start_copy(self) -> asyncio.Task[Outcome]:
+    async def start_copy(self) -> asyncio.Task[PullOutcome]:
         """Start a copy and wait until its transfer has begun."""
         task = asyncio.create_task(self.copies.copy(REQUEST))
         while not self.transfer.begun:  # noqa: ASYNC110 - it takes a few iterations of the loop

@@ -24,7 +24,7 @@ from worker_agent.parallel.data_parallel_meeting import (
     Start,
     meet,
 )
-from worker_agent.parallel.data_parallel_peers import Peers
+from worker_agent.parallel.data_parallel_peers import RankPeers
 
 DEADLINE_S = 30.0
 SETTINGS = {"data_parallel_size": "3"}
@@ -64,7 +64,7 @@ def arrive(port: int) -> Iterator[Arrive]:
 class Member:
     """A rank with its peers, and what it has heard."""
 
-    peers: Peers
+    peers: RankPeers
     starts: queue.Queue[int] = field(default_factory=queue.Queue)
     losses: queue.Queue[str] = field(default_factory=queue.Queue)
 
@@ -77,7 +77,7 @@ def members(arrive: Arrive) -> Iterator[list[Member]]:
     for rank, meeting in enumerate(meetings):
         starts: queue.Queue[int] = queue.Queue()
         losses: queue.Queue[str] = queue.Queue()
-        found.append(Member(Peers(rank, 3, meeting, starts.put, losses.put), starts, losses))
+        found.append(Member(RankPeers(rank, 3, meeting, starts.put, losses.put), starts, losses))
     yield found
     for member in found:
         member.peers.leave("was stopped")
@@ -168,7 +168,7 @@ def test_dead_rank_is_named_on_all_others(arrive: Arrive, victim: int) -> None:
     meetings = [each.result(DEADLINE_S) for each in [arrive(rank) for rank in range(3)]]
     losses: queue.Queue[str] = queue.Queue()
     peers = [
-        Peers(rank, 3, meeting, lambda _: None, losses.put)
+        RankPeers(rank, 3, meeting, lambda _: None, losses.put)
         for rank, meeting in enumerate(meetings)
         if rank != victim
     ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from worker_agent.kv.address import KvTransferError
-from worker_agent.kv.server import Session
+from worker_agent.kv.server import KvSession
 
 NAMES = [bytes([number]) * 32 for number in range(4)]
 
 
 def test_blocks_are_readable_once_announced() -> None:
-    session = Session("request")
+    session = KvSession("request")
     session.announce(0, NAMES[:2])
     assert session.may_read(1, 1)
     assert not session.may_read(1, 2)
@@ -20,14 +20,14 @@ def test_blocks_are_readable_once_announced() -> None:
 
 
 def test_blocks_not_computed_yet_are_named_later() -> None:
-    session = Session("request")
+    session = KvSession("request")
     session.announce(0, NAMES[:3])
     session.announce(2, NAMES[3:])
     assert session.hashes(0, 4) == [*NAMES[:2], NAMES[3]]
 
 
 def test_announcement_with_a_gap_is_refused() -> None:
-    session = Session("request")
+    session = KvSession("request")
     session.announce(0, NAMES[:1])
     with pytest.raises(KvTransferError, match="block 2 announced after 1 blocks"):
         session.announce(2, NAMES[2:])

@@ -14,7 +14,7 @@ from tailrace.records import PROFILES, ProfileRecord
 from tailrace.store.store import Store
 from tests.counting import failures_of
 from worker_agent.engine.base import Frames, StepColumns
-from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
 from worker_agent.profiling.probes import Probes
 from worker_agent.profiling.profiler import Profiler, ProfilingFailed
 
@@ -42,7 +42,7 @@ async def store(etcd: str) -> AsyncIterator[Store]:
     await store.close()
 
 
-async def worker(name: str, store: Store, faults: Faults | None = None) -> Profiler:
+async def worker(name: str, store: Store, faults: SimulatedFaults | None = None) -> Profiler:
     """Return the profiler of a started engine."""
     engine = SimulatedEngine(SETTINGS, faults=faults)
     probes = Probes(NoUsers(), asyncio.get_running_loop().time)
@@ -86,7 +86,7 @@ async def test_worker_starts_whatever_measuring_leads_to(
 
 
 async def test_worker_starts_even_if_measuring_fails(store: Store) -> None:
-    broken = await worker("w", store, Faults(fail_at_index=0))
+    broken = await worker("w", store, SimulatedFaults(fail_at_index=0))
     await broken.at_start(BUDGET_S)
     assert await stored(store, broken.kind) is None
     assert await store.get_prefix("profiling/") == {}

@@ -14,7 +14,7 @@ from tailrace.records import ProfileRecord
 from tests.worker.simulated import request_frames
 from tests.worker.virtual_loop import run_virtually
 from worker_agent.engine.base import EngineInfo, Frames, RequestKey, StepColumns, Submission
-from worker_agent.engine.simulated import Faults, SimulatedEngine, SimulatedSettings
+from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
 from worker_agent.engine.simulated.engine import SimulatedEngine as Engine
 from worker_agent.profiling.fitting import TooFewSamples, _qoe, kind_of, profile_of
 from worker_agent.profiling.measure import Samples, batches, measure, prompt_lengths
@@ -42,7 +42,7 @@ class Users:
 class Bench:
     """An engine with the profiler's probes between it and its users."""
 
-    def __init__(self, settings: SimulatedSettings = SETTINGS, faults: Faults | None = None) -> None:
+    def __init__(self, settings: SimulatedSettings = SETTINGS, faults: SimulatedFaults | None = None) -> None:
         self.engine: Engine = SimulatedEngine(settings, faults=faults)
         self.users = Users()
         self.messages: list[str] = []
@@ -179,7 +179,7 @@ def test_request_of_a_user_ends_the_measuring_and_is_served() -> None:
 
 def test_measuring_does_not_wait_for_an_engine_that_fails_requests() -> None:
     async def run() -> None:
-        bench = Bench(faults=Faults(fail_at_index=3))
+        bench = Bench(faults=SimulatedFaults(fail_at_index=3))
         await bench.start()
         with pytest.raises(ProbeFailed, match="ended after 3 of"):
             await bench.measure()

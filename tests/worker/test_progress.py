@@ -14,8 +14,8 @@ from tailrace.cluster import Phase
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, Fleet
 from worker_agent.engine.base import EngineStats, RequestStats
-from worker_agent.engine.step_times import LARGE_STEPS_MIN, SMALL_STEPS_MIN, StepTimes
-from worker_agent.progress import Progress, StepBounds, watch_progress
+from worker_agent.engine.step_times import LARGE_STEPS_MIN, SMALL_STEPS_MIN, RecentStepTimes
+from worker_agent.progress import StepBounds, StepProgress, watch_progress
 
 IDLE = EngineStats(
     requests=[],
@@ -42,14 +42,14 @@ BOUNDS = StepBounds(2.0, 10.0)
 
 
 def test_running_requests_without_a_step_are_a_hang() -> None:
-    progress = Progress(BOUNDS, 0.0)
+    progress = StepProgress(BOUNDS, 0.0)
     stood = [progress.stuck_for_s(busy(1), now_s) for now_s in (1.0, 6.0, 11.0, 11.5)]
     assert stood == [None, None, None, 10.5]
 
 
 @pytest.mark.parametrize(("expected_s", "max_s"), [(0.001, 2.0), (0.5, 5.0), (50.0, 10.0), (None, 10.0)])
 def test_hang_limit_follows_from_earlier_steps(expected_s: float | None, max_s: float) -> None:
-    progress = Progress(BOUNDS, 0.0)
+    progress = StepProgress(BOUNDS, 0.0)
     stats = replace(busy(1), expected_step_s=expected_s)
     assert progress.stuck_for_s(stats, 1.0) is None
     assert progress.stuck_for_s(stats, 1.0 + max_s) is None
@@ -57,7 +57,7 @@ def test_hang_limit_follows_from_earlier_steps(expected_s: float | None, max_s: 
 
 
 def test_too_few_steps_leave_the_default_limit() -> None:
-    times = StepTimes()
+    times = RecentStepTimes()
     for _ in range(SMALL_STEPS_MIN - 1):
         times.add(0.01, 4)
     assert times.expected_s(4) is None
@@ -75,7 +75,7 @@ def test_too_few_steps_leave_the_default_limit() -> None:
 
 
 def test_effect_of_one_long_step_fades() -> None:
-    times = StepTimes()
+    times = RecentStepTimes()
     times.add(60.0, 4)
     for _ in range(500):
         times.add(0.01, 4)
@@ -87,7 +87,7 @@ def test_effect_of_one_long_step_fades() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.001, 100.0), st.integers(1, 4096)), min_size=1, max_size=300))
 def test_no_observed_step_counts_as_a_hang(steps: list[tuple[float, int]]) -> None:
-    times, bounds = StepTimes(), StepBounds(0.0, math.inf)
+    times, bounds = RecentStepTimes(), StepBounds(0.0, math.inf)
     for seconds, tokens in steps:
         times.add(seconds, tokens)
     for seconds, tokens in steps:
@@ -111,7 +111,7 @@ def test_hung_engine_is_detected_well_before_the_limit() -> None:
     fleet.clock.advance(40)
     fleet.faults[0].hang = True
     fleet.clock.advance(2)
-    progress, stats = Progress(StepBounds(30.0, 300.0), 0.0), fleet.engines[0].stats()
+    progress, stats = StepProgress(StepBounds(30.0, 300.0), 0.0), fleet.engines[0].stats()
     assert [request.state for request in stats.requests] == ["running"]
     assert progress.stuck_for_s(stats, 1.0) is None
     assert progress.stuck_for_s(stats, 30.0) is None
@@ -119,7 +119,7 @@ def test_hung_engine_is_detected_well_before_the_limit() -> None:
 
 
 def test_compiling_step_may_take_up_to_the_limit() -> None:
-    progress = Progress(BOUNDS, 0.0)
+    progress = StepProgress(BOUNDS, 0.0)
     before = replace(busy(1), expected_step_s=0.001)
     assert progress.stuck_for_s(before, 1.0) is None
     compiling = replace(before, compiling=True)
@@ -133,20 +133,20 @@ def test_compiling_step_may_take_up_to_the_limit() -> None:
 
 
 def test_every_step_is_progress() -> None:
-    progress = Progress(BOUNDS, 0.0)
+    progress = StepProgress(BOUNDS, 0.0)
     assert not any(progress.stuck_for_s(busy(step), 9.0 * step) for step in range(20))
 
 
 @pytest.mark.parametrize("stats", [IDLE, busy(1, "waiting"), busy(1, "paused"), busy(1, "preempted")])
 def test_idle_engine_is_not_hung(stats: EngineStats) -> None:
-    progress = Progress(BOUNDS, 0.0)
+    progress = StepProgress(BOUNDS, 0.0)
     assert not any(progress.stuck_for_s(stats, now_s) for now_s in (0.0, 100.0, 200.0))
     # A request that begins to run then has the full time.
     assert not progress.stuck_for_s(busy(stats.steps), 205.0)
 
 
 def test_frozen_process_does_not_report_a_hang() -> None:
-    progress = Progress(BOUNDS, 0.0)
+    progress = StepProgress(BOUNDS, 0.0)
     assert not progress.stuck_for_s(busy(1), 1.0)
     progress.extend_deadlines(60.0)
     assert not progress.stuck_for_s(busy(1), 65.0)
@@ -155,7 +155,7 @@ def test_frozen_process_does_not_report_a_hang() -> None:
 
 async def test_hang_is_reported_once() -> None:
     messages: list[str] = []
-    progress = Progress(StepBounds(0.01, 0.01), asyncio.get_running_loop().time())
+    progress = StepProgress(StepBounds(0.01, 0.01), asyncio.get_running_loop().time())
     async with asyncio.timeout(WAIT_S):
         await watch_progress(lambda: busy(1), progress, messages.append)
     assert (progress.steps, progress.running) == (1, True)

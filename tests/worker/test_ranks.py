@@ -21,7 +21,6 @@ from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.parallel.rank_links import Pulse, RankLinks, RankLost
 from worker_agent.parallel.rank_messages import (
     Announce,
-    Answer,
     Begin,
     Begun,
     Close,
@@ -38,6 +37,7 @@ from worker_agent.parallel.rank_messages import (
     Ping,
     Pull,
     Pulled,
+    RankAnswer,
     encode,
     failed,
     read_frame,
@@ -93,7 +93,7 @@ class Rank:
     def commands(self, kind: type) -> list[Command]:
         return [command for command in self.received_commands if isinstance(command, kind)]
 
-    def _answer(self, command: Command) -> Answer:
+    def _answer(self, command: Command) -> RankAnswer:
         match command:
             case Begin():
                 return Begun(KvAddress(b"ours %d" % self.number, "1"))

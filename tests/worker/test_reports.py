@@ -20,8 +20,8 @@ from tailrace.v1 import admin_pb2, monitor_pb2, monitor_pb2_grpc, types_pb2
 from tests.waiting import WAIT_S
 from worker_agent.engine.base import EngineStats, RequestKey, RequestStats
 from worker_agent.load import Heartbeats, MigrationLoad
-from worker_agent.progress import Progress, StepBounds
-from worker_agent.reports import PhaseEvents, Reports
+from worker_agent.progress import StepBounds, StepProgress
+from worker_agent.reports import PhaseEvents, ReportStream
 from worker_agent.running_requests import RunningRequest, RunningRequests
 from worker_agent.speeds import Speeds
 
@@ -140,7 +140,7 @@ async def reporting(
     address: str | Sequence[str], news: PhaseEvents, interval_s: float, stats: EngineStats = STATS
 ) -> AsyncIterator[None]:
     channels = Channels()
-    reports = Reports(
+    reports = ReportStream(
         "w",
         "i",
         16,
@@ -197,7 +197,7 @@ async def test_figures_that_cannot_be_reported_hide_no_others() -> None:
 
 
 def test_heartbeats_describe_the_engine_and_go_out_without_that() -> None:
-    progress = Progress(StepBounds(1.0, 1.0), 0.0)
+    progress = StepProgress(StepBounds(1.0, 1.0), 0.0)
     progress.stuck_for_s(STATS, 1.0)
     beat = Heartbeats(progress, lambda: STATS)()("fe")
     assert (beat.steps, beat.running) == (7, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.v1 import worker_pb2
 from tests.worker.simulated import SMALL, request_frames
 from tests.worker.test_attach import Attached, Worker, attached
-from worker_agent.dispatch import Admission
+from worker_agent.dispatch import AdmissionControl
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine
 
@@ -28,7 +28,7 @@ async def test_suspects_of_another_front_end_wait_for_progress() -> None:
     engine.faults.hang = True
     await engine.start(worker.sink)
     fronts = [await attached(worker, name) for name in ("a", "b")]
-    admission = Admission(engine, worker.front_ends, worker.running, worker.metrics, 100)
+    admission = AdmissionControl(engine, worker.front_ends, worker.running, worker.metrics, 100)
 
     def submit(front: int, handle: int, suspect: bool) -> list[str]:
         client, name = fronts[front].front_end.client, f"r{front}{handle}"

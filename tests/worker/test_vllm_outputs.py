@@ -12,7 +12,7 @@ from worker_agent.engine.base import OutputFlag, RequestKey
 
 if TYPE_CHECKING:
     from worker_agent.engine.vllm.outputs import OutputWriter
-    from worker_agent.engine.vllm.requests import Entry, RequestTable
+    from worker_agent.engine.vllm.requests import VllmRequest, VllmRequests
 
 pytestmark = pytest.mark.vllm
 
@@ -27,24 +27,26 @@ class Reasoner:
         return False
 
 
-def tables() -> tuple[RequestTable, OutputWriter]:
+def tables() -> tuple[VllmRequests, OutputWriter]:
     from worker_agent.engine.vllm.outputs import OutputWriter
-    from worker_agent.engine.vllm.requests import RequestTable
+    from worker_agent.engine.vllm.requests import VllmRequests
 
-    table = RequestTable()
+    table = VllmRequests()
     return table, OutputWriter(table)
 
 
-def add(table: RequestTable, handle: int, epoch: int = 0, emitted: int = 0, reasons: bool = False) -> Entry:
+def add(
+    table: VllmRequests, handle: int, epoch: int = 0, emitted: int = 0, reasons: bool = False
+) -> VllmRequest:
     """Add request "r<handle>"."""
     from worker_agent.engine.turns import Turn
     from worker_agent.engine.vllm.phases import PhaseTracker, ReasoningMarks
-    from worker_agent.engine.vllm.requests import Entry, Pace
+    from worker_agent.engine.vllm.requests import Pace, VllmRequest
 
     parser: Any = Reasoner()
     marks = ReasoningMarks(parser, frozenset([END_OF_REASONING])) if reasons else None
     request: Any = SimpleNamespace()
-    entry = Entry(
+    entry = VllmRequest(
         key=RequestKey(0, handle),
         request_id=f"r{handle}",
         epoch=epoch,

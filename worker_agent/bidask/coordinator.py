@@ -15,7 +15,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, migration_pb2, migration_pb2_grpc, types_pb2, worker_pb2
 from worker_agent.bidask.bid_receiver import BidReceiver, Fetch, Won
-from worker_agent.bidask.messages import Peers, Send, UnknownMessage, Wire, decode
+from worker_agent.bidask.messages import PeerQueues, Send, UnknownMessage, Wire, decode
 from worker_agent.bidask.offer_sender import OfferSender
 from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.metrics import WorkerMetrics
@@ -53,7 +53,7 @@ class Coordinator:
         self.address = ""
         self._own = own
         self._addresses: OrderedDict[str, str] = OrderedDict()
-        self._peers = Peers(send, self._lost)
+        self._peers = PeerQueues(send, self._lost)
         self._offers = OfferSender(own.instance_id, is_here, self._post, outcomes)
         self._receiver = BidReceiver(own.instance_id, space, reserved, fetch, self._post)
 

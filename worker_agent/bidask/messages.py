@@ -109,7 +109,7 @@ _WAITING_MAX: Final = 1_024
 Send = Callable[[str, Wire], Awaitable[object]]
 
 
-class Peers:
+class PeerQueues:
     """One queue and at most one task per peer. Messages for a peer that does not answer are dropped."""
 
     def __init__(self, send: Send, lost: Callable[[str], None]) -> None:

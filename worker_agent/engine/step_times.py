@@ -33,7 +33,7 @@ class _RecentMax:
         return max(self._older, self._newer)
 
 
-class StepTimes:
+class RecentStepTimes:
     """Written by the engine's thread, read by any thread."""
 
     def __init__(self) -> None:

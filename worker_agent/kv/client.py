@@ -18,7 +18,7 @@ from tailrace.service.tasks import run_to_completion
 from worker_agent.engine.base import Engine, KvShape, Staging
 from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError, Ticket
 from worker_agent.kv.memory import NAME_BYTES, Mappings, SegmentName, StagingPool
-from worker_agent.kv.server import KvServer, Session
+from worker_agent.kv.server import KvServer, KvSession
 from worker_agent.kv.ucx import Channel, own_address
 from worker_agent.kv.wire import (
     TAG_BYTES,
@@ -278,7 +278,7 @@ async def _run(deliver: Deliver, chunk: _Incoming, checksums: Sequence[int]) -> 
 class SingleSession:
     """The blocks of one export."""
 
-    def __init__(self, session: Session, server: KvServer) -> None:
+    def __init__(self, session: KvSession, server: KvServer) -> None:
         self.tickets = [session.ticket]
         self.taken = False
         self._session = session

@@ -40,7 +40,7 @@ from worker_agent.metrics import WorkerMetrics
 log = logging.getLogger(__name__)
 
 
-class Session:
+class KvSession:
     """The blocks of one export that its target may read: those that were announced to it."""
 
     def __init__(self, request_id: str) -> None:
@@ -163,7 +163,7 @@ class Conversation:
     def __init__(
         self,
         channel: Channel,
-        session: Session,
+        session: KvSession,
         memory: KvMemory,
         shape: KvShape,
         pool: StagingPool,
@@ -373,7 +373,7 @@ class KvServer:
         self._claim_s = claim_s
         self._address = own_address(sealed)
         self._segments = segments
-        self._sessions: dict[Session, asyncio.Task[None]] = {}
+        self._sessions: dict[KvSession, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         """Return the number of sessions whose endpoints are not closed yet."""
@@ -384,11 +384,11 @@ class KvServer:
         """Return the address to which targets connect."""
         return self._address
 
-    async def open(self, request_id: str, target: KvAddress) -> Session:
+    async def open(self, request_id: str, target: KvAddress) -> KvSession:
         """Open a session for an export's target. Raise KvTransferError."""
         if len(self._sessions) >= SESSIONS_MAX:
             raise KvTransferError(f"{SESSIONS_MAX} exports are open")
-        session = Session(request_id)
+        session = KvSession(request_id)
         channel = await Channel.connect(target)
         segments = self._segments if target.shares_memory(self._address) else None
         conversation = Conversation(
@@ -414,7 +414,7 @@ class KvServer:
             raise
         return session
 
-    async def end(self, session: Session) -> None:
+    async def end(self, session: KvSession) -> None:
         """End a session; wait until none of its blocks is being read."""
         session.closed = True
         if session in self._sessions:
@@ -425,7 +425,7 @@ class KvServer:
         """End every session."""
         await cancel(*self._sessions.values())
 
-    def _done(self, session: Session, task: asyncio.Task[None]) -> None:
+    def _done(self, session: KvSession, task: asyncio.Task[None]) -> None:
         session.closed = True
         del self._sessions[session]
         if (error := task_error(task)) is not None:

@@ -83,7 +83,7 @@ class SourceParts:
     settings: WorkerSettings
 
 
-class Outcome(enum.Enum):
+class ExportOutcome(enum.Enum):
     """What happens to the request here."""
 
     RELEASE = "release"
@@ -101,14 +101,14 @@ class Export:
 
     def __init__(self, parts: SourceParts, lease: Lease) -> None:
         self._parts = parts
-        # Delivers its commands and signals.
+        # The stream to the target. Commands come from its inbox, and so does what the front end says.
         self.lease = lease
         self._request_id = ""
         self._target_instance_id = ""
         # None for a target with other parallel sizes, which cannot use the KV.
         self._session: BlockSession | None = None
         self._paused_s: float | None = None
-        self._outcome, self._reason = Outcome.RESUME, ""
+        self._outcome, self._reason = ExportOutcome.RESUME, ""
         # Output tokens when the export was opened.
         self._opened_tokens = 0
         # Set once the engine has opened the export.
@@ -125,7 +125,7 @@ class Export:
     @property
     def releases(self) -> bool:
         """Return whether it is decided that the request has moved."""
-        return self.decided and self._outcome is Outcome.RELEASE
+        return self.decided and self._outcome is ExportOutcome.RELEASE
 
     async def run(self) -> None:
         """Open the export, send blocks in rounds, pause, and hand the request over, or go on with it.
@@ -160,11 +160,11 @@ class Export:
         self._target_instance_id = command.open.target_instance_id
         return command.open
 
-    async def _open(self, opening: worker_pb2.ExportOpen, exported: Exported) -> Outcome | None:
+    async def _open(self, opening: worker_pb2.ExportOpen, exported: Exported) -> ExportOutcome | None:
         """Let the target read the blocks that exist, and tell it all about the request."""
         if self._parts.front_ends.by_client(exported.key.client) is None:
             self._reason = "its front end is gone"
-            return Outcome.GONE
+            return ExportOutcome.GONE
         blocks = self._parts.blocks
         if targets := addresses_of(opening.kv_addresses, blocks.addresses):
             self._session = await blocks.open(self._request_id, targets)
@@ -193,7 +193,7 @@ class Export:
         if self._session is not None:
             await self._session.announce(first_block, hashes)
 
-    async def _follow_commands(self) -> Outcome:
+    async def _follow_commands(self) -> ExportOutcome:
         """Handle commands and signals until there is an outcome."""
         while True:
             item = await self.lease.inbox.next(self._timeout_s())
@@ -206,37 +206,41 @@ class Export:
             return _IDLE_S
         return max(0.0, self._paused_s + self._parts.settings.pause_limit_s - _now_s())
 
-    async def _handle(self, item: Item | None) -> Outcome | None:
+    async def _handle(self, item: Item | None) -> ExportOutcome | None:
         match item:
             case Released():
+                # By the front end, which has accepted the target.
                 return self._released()
             case Ended(reason):
+                # The request was aborted, or its front end is gone.
                 self._reason = reason
-                return Outcome.GONE
+                return ExportOutcome.GONE
             case Owned():
+                # The answer to a query, later than it was waited for.
                 return None
             case Broken(reason):
+                # The target, or the stream to it.
                 return await self._on_target_lost(reason)
             case None:
                 return await self._on_target_lost("the target fell silent")
             case _:
                 return await self._handle_command(item)
 
-    async def _handle_command(self, command: worker_pb2.ExportCommand) -> Outcome | None:
+    async def _handle_command(self, command: worker_pb2.ExportCommand) -> ExportOutcome | None:
         match command.WhichOneof("body"):
             case "more" if not self.paused:
                 return await self._send_more_blocks(command.more.have_blocks)
             case "pause" if not self.paused:
                 return await self._pause(command.pause)
             case "end" if command.end.committed and self.paused:
-                return Outcome.RELEASE
+                return ExportOutcome.RELEASE
             case "end":
                 self._reason = command.end.reason or "ended by the target"
-                return Outcome.RESUME
+                return ExportOutcome.RESUME
             case other:
                 return await self._on_target_lost(f"unexpected command {other}")
 
-    async def _send_more_blocks(self, have_blocks: int) -> Outcome | None:
+    async def _send_more_blocks(self, have_blocks: int) -> ExportOutcome | None:
         await self._parts.faults.hold("export:pre_copy")
         try:
             hashes = await run_to_completion(self._parts.engine.export_more(self._request_id, have_blocks))
@@ -247,7 +251,7 @@ class Export:
         self.lease.send(worker_pb2.ExportEvent(blocks=blocks))
         return None
 
-    async def _pause(self, command: worker_pb2.ExportPause) -> Outcome | None:
+    async def _pause(self, command: worker_pb2.ExportPause) -> ExportOutcome | None:
         engine, have_blocks = self._parts.engine, command.have_blocks
         try:
             pause = await run_to_completion(
@@ -275,9 +279,9 @@ class Export:
         self.lease.send(worker_pb2.ExportEvent(paused=paused))
         return None
 
-    def _refused(self, error: EngineRefusal) -> Outcome:
+    def _refused(self, error: EngineRefusal) -> ExportOutcome:
         self._reason = str(error)
-        return Outcome.GONE if isinstance(error, Gone) else Outcome.RESUME
+        return ExportOutcome.GONE if isinstance(error, Gone) else ExportOutcome.RESUME
 
     def _answer_pace(self, pause: ExportedPause) -> worker_pb2.AnswerPace | None:
         """Return the pace state until now; None before the first answering token."""
@@ -292,13 +296,13 @@ class Export:
         running = None if self.key is None else self._parts.running.get(self.key)
         return None if running is None or running.arrived_s is None else time.monotonic() - running.arrived_s
 
-    def _released(self) -> Outcome:
+    def _released(self) -> ExportOutcome:
         """Handle a release; a request that is not paused here must stop at once."""
         if self.paused:
-            return Outcome.RELEASE
+            return ExportOutcome.RELEASE
         self._abort()
         self._reason = "released"
-        return Outcome.GONE
+        return ExportOutcome.GONE
 
     def _abort(self) -> None:
         """End the request here: another instance runs it."""
@@ -316,18 +320,18 @@ class Export:
             return None
         return self._parts.running.remove(self.key)
 
-    async def _on_target_lost(self, reason: str) -> Outcome:
+    async def _on_target_lost(self, reason: str) -> ExportOutcome:
         self._reason = reason
-        return await self._query_ownership() if self.paused else Outcome.RESUME
+        return await self._query_ownership() if self.paused else ExportOutcome.RESUME
 
-    async def _query_ownership(self) -> Outcome:
+    async def _query_ownership(self) -> ExportOutcome:
         """Ask the front end for the outcome: the request is paused, and the target is gone."""
         assert self.key is not None
         query = worker_pb2.OwnershipQuery(handle=self.key.handle, epoch=self.epoch)
         for _ in range(_OWNERSHIP_QUERIES_MAX):
             front_end = self._parts.front_ends.by_client(self.key.client)
             if front_end is None or not front_end.send(worker_pb2.AttachDown(ownership_query=query)):
-                return Outcome.GONE
+                return ExportOutcome.GONE
             outcome = await self._wait_for_ownership()
             if outcome is not None:
                 return outcome
@@ -335,48 +339,48 @@ class Export:
         if front_end is not None:
             front_end.disconnect("did not answer ownership queries")
             self._parts.front_ends.detach(front_end)
-        return Outcome.GONE
+        return ExportOutcome.GONE
 
-    async def _wait_for_ownership(self) -> Outcome | None:
+    async def _wait_for_ownership(self) -> ExportOutcome | None:
         """Return the outcome that the front end's reply implies; None if it took too long."""
         until_s = _now_s() + OWNERSHIP_S
         while True:
             item = await self.lease.inbox.next(max(0.0, until_s - _now_s()))
             match item:
                 case Owned(current):
-                    return Outcome.RESUME if current else Outcome.RELEASE
+                    return ExportOutcome.RESUME if current else ExportOutcome.RELEASE
                 case Released():
-                    return Outcome.RELEASE
+                    return ExportOutcome.RELEASE
                 case Ended(reason):
                     self._reason = reason
-                    return Outcome.GONE
+                    return ExportOutcome.GONE
                 case None:
                     return None
                 case Broken():
                     continue
                 case _:
                     if item.HasField("end") and item.end.committed:
-                        return Outcome.RELEASE
+                        return ExportOutcome.RELEASE
 
     async def _settle(self) -> None:
         """Carry out the outcome, final from here on: nothing of the export is left when this returns."""
         self.decided = True
         await run_to_completion(self._carry_out(self._outcome))
 
-    async def _carry_out(self, outcome: Outcome) -> None:
-        if outcome is Outcome.RELEASE:
+    async def _carry_out(self, outcome: ExportOutcome) -> None:
+        if outcome is ExportOutcome.RELEASE:
             await self._parts.faults.hold("export:adopt")
         if self._session is not None:
-            self._session.taken = outcome is Outcome.RELEASE
+            self._session.taken = outcome is ExportOutcome.RELEASE
             await self._session.end()
         try:
-            if outcome is Outcome.RELEASE:
+            if outcome is ExportOutcome.RELEASE:
                 await self._parts.engine.export_release(self._request_id)
             else:
                 await self._parts.engine.export_resume(self._request_id)
         except EngineRefusal as error:
             log.warning("%s after its export: %s", self._request_id, error)
-        if outcome is Outcome.RELEASE:
+        if outcome is ExportOutcome.RELEASE:
             self._parts.metrics.exports["committed"] += 1
             running = self._take_running()
             if running is not None:
@@ -388,7 +392,7 @@ class Export:
             # The front end allowed the source to resume, and then accepted the target after all.
             self._abort()
         self._parts.metrics.exports["aborted"] += 1
-        self._fail(self._reason or "ended by the source", gone=outcome is Outcome.GONE)
+        self._fail(self._reason or "ended by the source", gone=outcome is ExportOutcome.GONE)
         log.info("%s: export ended (%s): %s", self._request_id, outcome.value, self._reason)
 
     def _fail(self, reason: str, gone: bool = False) -> None:

@@ -1,8 +1,10 @@
 """The target of a migration: one import, from the source's snapshot to the first token of its own.
 
 copying   can be cancelled and times out; every failure drops the reservation and ends the export, whereupon
-          the source resumes
-adopting  the front end has been asked; only its reply decides
+          the source resumes. If the source itself is lost, its front end places the request again, as every
+          request of an instance that is lost
+adopting  the front end has been asked; only its reply decides. Without one in time, the target disconnects
+          it, whereupon it recovers what it has here, and the source asks it who owns the request
 over      committed, or aborted
 """
 
@@ -204,7 +206,10 @@ class Import:
     # ---- the way
 
     async def run(self) -> None:
-        """Open the export, copy the request in rounds, and commit: afterwards exactly one end has it."""
+        """Open the export, copy the request in rounds, and commit: afterwards exactly one end has it.
+
+        What fails before the commit, also the source or the time, becomes an Abort (`abort_of`).
+        """
         async with AsyncExitStack() as ending:
             # These follow from the last to the first, however it ends.
             ending.callback(self._close)
@@ -446,7 +451,7 @@ class Import:
     async def _give_up(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drop everything unless it is committed; the source resumes."""
+        """Drop everything unless it is committed; the source resumes if there is one."""
         if not self.committed:
             # Without an Abort, the worker is stopping, or has a bug.
             reason = str(error) if isinstance(error, Abort) else "the target failed"

@@ -35,8 +35,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     settings: Mapping[str, str]
 
 
-class Refusal(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 does not accept the rank that said hello."""
+class JoinRefused(msgspec.Struct, tag="Refusal", frozen=True):
+    """Rank 0 does not accept the rank that said hello. The tag is what every version sends."""
 
     reason: str
 
@@ -60,7 +60,7 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
     how: str
 
 
-Message: TypeAlias = Hello | Refusal | Welcome | Start | Leave
+Message: TypeAlias = Hello | JoinRefused | Welcome | Start | Leave
 
 
 class LinkLost(Exception):
@@ -249,7 +249,7 @@ class _Host:
             raise LinkLost("sent something else than one hello")
         if reason := self._refusal(message):
             _log.warning("rank %d is refused: %s", message.rank, reason)
-            link.send(Refusal(reason))
+            link.send(JoinRefused(reason))
             raise LinkLost("was refused")
         self._strangers.discard(link)
         self._links[message.rank] = link
@@ -322,7 +322,7 @@ def _await_welcome(link: Link, until_s: float) -> Sequence[int]:
             if not selector.select(left_s):
                 break
             for message in link.receive():
-                if isinstance(message, Refusal):
+                if isinstance(message, JoinRefused):
                     raise MeetingError(message.reason)
                 if isinstance(message, Welcome):
                     return message.ports

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _JOIN_S: Final = 5.0
 
 
-class Peers:
+class RankPeers:
     """The links of one rank, and the thread that reads them.
 
     The callbacks are called on that thread: `on_start` with the number of a wave that a peer has started, and

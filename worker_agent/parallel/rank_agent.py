@@ -28,7 +28,7 @@ from worker_agent.faults import Faults
 from worker_agent.kv.address import KvTransferError, Ticket
 from worker_agent.kv.client import KvClient, KvTransfer
 from worker_agent.kv.memory import SharedMemory, StagingPool, require_sealable
-from worker_agent.kv.server import KvServer, Session
+from worker_agent.kv.server import KvServer, KvSession
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.parallel.rank_leftovers import names_of, remove, remove_meeting
@@ -36,7 +36,6 @@ from worker_agent.parallel.rank_memory import RankMemory
 from worker_agent.parallel.rank_messages import (
     Address,
     Announce,
-    Answer,
     Begin,
     Begun,
     Close,
@@ -53,6 +52,7 @@ from worker_agent.parallel.rank_messages import (
     Ping,
     Pull,
     Pulled,
+    RankAnswer,
     Stop,
     encode,
     failed,
@@ -102,7 +102,7 @@ class _Transport:
     client: KvClient
     metrics: WorkerMetrics
     memory: SharedMemory
-    sessions: dict[int, Session] = field(default_factory=dict)
+    sessions: dict[int, KvSession] = field(default_factory=dict)
     transfers: dict[int, _Transfer] = field(default_factory=dict)
     # Totals already reported to the worker.
     reported_blocks: int = 0
@@ -179,7 +179,7 @@ class RankAgent:
             return request.number
         assert isinstance(request.command, Begin)
         try:
-            begun: Answer = self._begin(request.command)
+            begun: RankAnswer = self._begin(request.command)
         except KvTransferError as error:
             # The worker reports the reason and stops.
             begun = failed(error)
@@ -220,7 +220,7 @@ class RankAgent:
         )
         return Begun(self._transport.server.address)
 
-    async def _execute(self, command: Command) -> Answer:
+    async def _execute(self, command: Command) -> RankAnswer:
         transport = self._transport
         assert transport is not None
         match command:

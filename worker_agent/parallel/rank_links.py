@@ -26,7 +26,6 @@ from tailrace.telemetry.incidents import unreadable
 from worker_agent.kv.address import KvTransferError
 from worker_agent.parallel.rank_messages import (
     ERRORS,
-    Answer,
     Command,
     Done,
     Failed,
@@ -34,6 +33,7 @@ from worker_agent.parallel.rank_messages import (
     NumberedAnswer,
     NumberedCommand,
     Ping,
+    RankAnswer,
     Stop,
     encode,
     read_frame,
@@ -41,7 +41,7 @@ from worker_agent.parallel.rank_messages import (
 
 log = logging.getLogger(__name__)
 
-_A = TypeVar("_A", bound=Answer)
+_A = TypeVar("_A", bound=RankAnswer)
 
 _SECRET_BYTES: Final = 32
 _HELLO_S: Final = 30.0
@@ -74,7 +74,7 @@ class RankLink:
         self._reader = reader
         self._writer = writer
         self._last_number = 0
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[RankAnswer]] = {}
         # Whether the connection has ended.
         self.lost = False
 
@@ -88,7 +88,7 @@ class RankLink:
             raise RankLost(f"rank {self.rank} is gone")
         self._last_number += 1
         number = self._last_number
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RankAnswer] = asyncio.get_running_loop().create_future()
         self._pending[number] = future
         self._writer.write(encode(NumberedCommand(number, command)))
         try:

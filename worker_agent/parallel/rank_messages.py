@@ -141,7 +141,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Command: TypeAlias = Begin | Open | Announce | End | Connect | Pull | Close | Ping | Stop
-Answer: TypeAlias = Begun | Opened | Ended | Pulled | Done | Failed
+RankAnswer: TypeAlias = Begun | Opened | Ended | Pulled | Done | Failed
 
 
 class NumberedCommand(msgspec.Struct, frozen=True):
@@ -155,7 +155,7 @@ class NumberedAnswer(msgspec.Struct, frozen=True):
     """An answer, and the number of its command."""
 
     number: int
-    answer: Answer
+    answer: RankAnswer
 
 
 ERRORS: Final[dict[str, type[Exception]]] = {

@@ -88,7 +88,7 @@ class PullParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PullOutcome:
     """How a pull ended, one of PULL_OUTCOMES."""
 
     result: str
@@ -147,7 +147,7 @@ class Pulls:
 
     # ---- one pull
 
-    async def bring(self, submission: Submission) -> Outcome:
+    async def bring(self, submission: Submission) -> PullOutcome:
         """Pull a prompt's prefix into the cache without submitting the request.
 
         Requests that lack the same blocks wait for this pull.
@@ -163,25 +163,25 @@ class Pulls:
         self._running.pop(submission.key, None)
         self._parts.engine.submit(submission)
 
-    async def _attempt(self, submission: Submission) -> Outcome:
+    async def _attempt(self, submission: Submission) -> PullOutcome:
         try:
             async with asyncio.timeout(self._parts.timeout_s):
                 return await self._pull(submission)
         except TimeoutError:
-            return Outcome("late", reason=f"did not arrive within {self._parts.timeout_s:g} s")
+            return PullOutcome("late", reason=f"did not arrive within {self._parts.timeout_s:g} s")
         except EngineRefusal as error:
-            return Outcome("refused", reason=str(error))
+            return PullOutcome("refused", reason=str(error))
         except KvIdentityError as error:
             self._parts.metrics.kv_identity_failures += 1
-            return Outcome("lost", reason=str(error))
+            return PullOutcome("lost", reason=str(error))
         except (LoanLost, KvTransferError) as error:
             self._parts.metrics.kv_transfer_failures += isinstance(error, KvTransferError)
-            return Outcome("lost", reason=str(error))
+            return PullOutcome("lost", reason=str(error))
         except KvCorrupt as error:
             self._parts.metrics.kv_checksum_failures += 1
-            return Outcome("corrupt", reason=str(error))
+            return PullOutcome("corrupt", reason=str(error))
 
-    def _record(self, submission: Submission, outcome: Outcome, began_s: float) -> None:
+    def _record(self, submission: Submission, outcome: PullOutcome, began_s: float) -> None:
         holder = "" if submission.pull is None else submission.pull.instance_id
         self._parts.metrics.pulls[outcome.result] += 1
         self._parts.metrics.pulled_tokens += outcome.blocks * self._parts.shape.block_tokens
@@ -190,11 +190,11 @@ class Pulls:
         ended_s, size = time.monotonic(), (outcome.blocks, outcome.bytes)
         self._parts.spans.pulled(submission.traceparent, began_s, ended_s, holder, outcome.result, *size)
 
-    async def _pull(self, submission: Submission) -> Outcome:
+    async def _pull(self, submission: Submission) -> PullOutcome:
         pull = submission.pull
         return await (self._wait_for_others(submission) if pull is None else self._pull_own(submission, pull))
 
-    async def _wait_for_others(self, submission: Submission) -> Outcome:
+    async def _wait_for_others(self, submission: Submission) -> PullOutcome:
         """Wait for other requests' pulls that fetch this one's blocks."""
         waited = False
         while True:
@@ -203,11 +203,11 @@ class Pulls:
             self._opening -= {asyncio.current_task()}
             pending = self._pending.get(names[0]) if names else None
             if pending is None:
-                return Outcome("shared" if waited else "none")
+                return PullOutcome("shared" if waited else "none")
             waited = True
             await pending.wait()
 
-    async def _pull_own(self, submission: Submission, pull: Pull) -> Outcome:
+    async def _pull_own(self, submission: Submission, pull: Pull) -> PullOutcome:
         engine, waited = self._parts.engine, False
         while True:
             fetch_id = f"fetch {next(self._numbers)}"
@@ -215,7 +215,7 @@ class Pulls:
                 names = await run_to_completion(engine.fetch_open(fetch_id, submission, pull.tokens))
                 self._opening -= {asyncio.current_task()}
                 if not names:
-                    return Outcome("shared" if waited else "held")
+                    return PullOutcome("shared" if waited else "held")
                 pending = self._pending.get(names[0])
                 if pending is None:
                     return await self._pull_first(fetch_id, names, pull)
@@ -225,7 +225,7 @@ class Pulls:
             waited = True
             await pending.wait()
 
-    async def _pull_first(self, fetch_id: str, names: list[bytes], pull: Pull) -> Outcome:
+    async def _pull_first(self, fetch_id: str, names: list[bytes], pull: Pull) -> PullOutcome:
         """Run the pull that fetches this first block; others that need it wait."""
         ended = self._pending[names[0]] = asyncio.Event()
         try:
@@ -234,7 +234,7 @@ class Pulls:
             del self._pending[names[0]]
             ended.set()
 
-    async def _fetch(self, fetch_id: str, names: list[bytes], pull: Pull) -> Outcome:
+    async def _fetch(self, fetch_id: str, names: list[bytes], pull: Pull) -> PullOutcome:
         parts = self._parts
         request = cache_pb2.LendRequest(
             names=names, kv_addresses=[address.message() for address in parts.puller.addresses]
@@ -246,12 +246,12 @@ class Pulls:
                 raise KvIdentityError(difference)
             count = min(lent.blocks, len(names))
             if not count:
-                return Outcome("gone", reason="the holder no longer has any of it")
+                return PullOutcome("gone", reason="the holder no longer has any of it")
             began_s = time.monotonic()
             size = await self._transfer(fetch_id, names[:count], lent)
             parts.incoming.add(size, time.monotonic() - began_s)
             await run_to_completion(parts.engine.fetch_keep(fetch_id, count))
-            return Outcome("pulled", count, size)
+            return PullOutcome("pulled", count, size)
         finally:
             loan.close()
 
@@ -334,10 +334,10 @@ class Copies:
         self._metrics = metrics
         self._copying = False
 
-    async def copy(self, request: cache_pb2.CopyRequest) -> Outcome:
+    async def copy(self, request: cache_pb2.CopyRequest) -> PullOutcome:
         """Copy the prefix into the cache and return the outcome. Cancelling ends the copy."""
         if self._copying or len(self._pulls) or self._importing():
-            outcome = Outcome("busy", reason="another copy, or KV that users wait for, is in transit")
+            outcome = PullOutcome("busy", reason="another copy, or KV that users wait for, is in transit")
         else:
             self._copying = True
             try:
@@ -349,10 +349,10 @@ class Copies:
             log.info("no copy of a prefix from %s: %s", request.holder_instance_id, outcome.reason)
         return outcome
 
-    async def _bring(self, request: cache_pb2.CopyRequest) -> Outcome:
+    async def _bring(self, request: cache_pb2.CopyRequest) -> PullOutcome:
         try:
             frames = await self._prompts.prompt(request.holder_address, request.request_id)
         except PromptUnknown as error:
-            return Outcome("gone", reason=str(error))
+            return PullOutcome("gone", reason=str(error))
         holder = Pull(request.holder_instance_id, request.holder_address, request.tokens)
         return await self._pulls.bring(Submission(_NO_CLIENT, request.request_id, 0, frames, pull=holder))

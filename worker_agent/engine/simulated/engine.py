@@ -41,16 +41,16 @@ from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.simulated.clock import Boundary, Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
-from worker_agent.engine.simulated.exports import Exports
-from worker_agent.engine.simulated.imports import Imports, check_state
+from worker_agent.engine.simulated.exports import SimulatedExports
+from worker_agent.engine.simulated.imports import SimulatedImports, check_state
 from worker_agent.engine.simulated.kv import BlockPool, Bytes, HostStaging, KvCodec
 from worker_agent.engine.simulated.prefixes import Prefixes
 from worker_agent.engine.simulated.reader import RequestReader, answer_utility
-from worker_agent.engine.simulated.request import Request, RequestTable, State, predicted_remaining
+from worker_agent.engine.simulated.request import Request, SimulatedRequests, State, predicted_remaining
 from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
 from worker_agent.engine.simulated.script import read_vocabulary
-from worker_agent.engine.simulated.settings import Faults, SimulatedSettings, at_speed
-from worker_agent.engine.step_times import RecentIntervals, StepTimes
+from worker_agent.engine.simulated.settings import SimulatedFaults, SimulatedSettings, at_speed
+from worker_agent.engine.step_times import RecentIntervals, RecentStepTimes
 from worker_agent.engine.turns import remaining_prefill_s
 
 # Plain ints: arithmetic on enum flags costs a microsecond, and this happens for every token.
@@ -71,10 +71,14 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, settings: SimulatedSettings, *, faults: Faults | None = None, clock: Clock | None = None
+        self,
+        settings: SimulatedSettings,
+        *,
+        faults: SimulatedFaults | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`clock` defaults to the running event loop. Raise RuntimeError for invalid settings."""
-        self.faults = faults or Faults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
+        self.faults = faults or SimulatedFaults(die_on_prompt=tuple(settings.dies_of.encode("ascii")) or None)
         self._settings = settings
         try:
             named = settings.profile
@@ -96,7 +100,7 @@ class SimulatedEngine:
             _host_memory(settings, profile),
             settings.prefix_caching,
         )
-        self._table = RequestTable()
+        self._table = SimulatedRequests()
         codec = KvCodec(self._shape)
         # The seed depends on the model, so blocks of different models have different names.
         self._naming = Naming(
@@ -104,16 +108,18 @@ class SimulatedEngine:
         )
         self._reader = RequestReader(settings, self._vocabulary, self._naming, self._max_model_len)
         self._prefixes = Prefixes(self._pool, self._reader, codec, settings.prefix_caching)
-        self._exports = Exports(
+        self._exports = SimulatedExports(
             self._table, self._scheduler, codec, self._shape, settings.replay_reason, self.faults
         )
-        self._imports = Imports(self._table, self._scheduler, self._reader, codec, self._shape, self.faults)
+        self._imports = SimulatedImports(
+            self._table, self._scheduler, self._reader, codec, self._shape, self.faults
+        )
         self._intervals = RecentIntervals()
         self._boundary = Boundary()
         self._clock = clock
         self._timer: Timer | None = None
         self._step: Step | None = None
-        self._times = StepTimes()
+        self._times = RecentStepTimes()
         # When the current step began, when it is due to end, and when the previous one ended.
         self._began_s = 0.0
         self._due_s = 0.0

@@ -10,9 +10,9 @@ import msgspec
 from worker_agent.engine.base import Exported, ExportedPause, KvShape, Staging
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
-from worker_agent.engine.simulated.request import Request, RequestTable, State
+from worker_agent.engine.simulated.request import Request, SimulatedRequests, State
 from worker_agent.engine.simulated.scheduler import Scheduler
-from worker_agent.engine.simulated.settings import Faults
+from worker_agent.engine.simulated.settings import SimulatedFaults
 
 # Bytes processed before yielding to the event loop: about a millisecond of work.
 YIELD_BYTES: Final = 4 << 20
@@ -25,17 +25,17 @@ class SamplingState(msgspec.Struct, array_like=True):
     output_tokens: int
 
 
-class Exports:
+class SimulatedExports:
     """Requests being exported to other engines; `Request.exporting` tells which."""
 
     def __init__(
         self,
-        table: RequestTable,
+        table: SimulatedRequests,
         scheduler: Scheduler,
         codec: KvCodec,
         shape: KvShape,
         replay_reason: str,
-        faults: Faults,
+        faults: SimulatedFaults,
     ) -> None:
         self._table = table
         self._scheduler = scheduler

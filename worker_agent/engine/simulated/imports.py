@@ -18,9 +18,9 @@ from worker_agent.engine.import_queue import ImportQueue
 from worker_agent.engine.simulated.exports import YIELD_BYTES, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
 from worker_agent.engine.simulated.reader import RequestReader
-from worker_agent.engine.simulated.request import Request, RequestTable, State
+from worker_agent.engine.simulated.request import Request, SimulatedRequests, State
 from worker_agent.engine.simulated.scheduler import Scheduler
-from worker_agent.engine.simulated.settings import Faults
+from worker_agent.engine.simulated.settings import SimulatedFaults
 
 _state = msgspec.msgpack.Decoder(SamplingState)
 
@@ -42,17 +42,17 @@ class _ReservedImport:
         return len(self.request.blocks if self.slots is None else self.slots)
 
 
-class Imports:
+class SimulatedImports:
     """Requests being imported from other engines."""
 
     def __init__(
         self,
-        table: RequestTable,
+        table: SimulatedRequests,
         scheduler: Scheduler,
         reader: RequestReader,
         codec: KvCodec,
         shape: KvShape,
-        faults: Faults,
+        faults: SimulatedFaults,
     ) -> None:
         self._table = table
         self._scheduler = scheduler

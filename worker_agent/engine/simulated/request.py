@@ -190,7 +190,7 @@ def predicted_remaining(request: Request, error: float | None) -> float | None:
     return limited(remaining * (1.0 + error * draw), most)
 
 
-class RequestTable:
+class SimulatedRequests:
     """All requests that are not GONE."""
 
     def __init__(self) -> None:

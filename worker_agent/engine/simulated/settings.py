@@ -79,7 +79,7 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Faults:
+class SimulatedFaults:
     """Faults for tests; may be changed while the engine runs."""
 
     # Every request fails instead of generating the token with this index.

@@ -17,19 +17,19 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.errors import EngineSettingError
-from worker_agent.engine.vllm.admission import Admission
 from worker_agent.engine.vllm.cache_watch import CacheWatch
 from worker_agent.engine.vllm.data_parallel_settings import prepare_data_parallel
-from worker_agent.engine.vllm.exports import Exports
+from worker_agent.engine.vllm.exports import VllmExports
 from worker_agent.engine.vllm.fetches import Fetch, Fetches
-from worker_agent.engine.vllm.imports import Imports, ReservedImport
+from worker_agent.engine.vllm.imports import ReservedImport, VllmImports
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.lockstep import Lockstep
 from worker_agent.engine.vllm.outputs import OutputWriter
-from worker_agent.engine.vllm.pinned import Loans, Pinned
+from worker_agent.engine.vllm.pinned import Pinned, VllmLoans
 from worker_agent.engine.vllm.predictions import LengthWatch
-from worker_agent.engine.vllm.requests import RequestTable
+from worker_agent.engine.vllm.requests import VllmRequests
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+from worker_agent.engine.vllm.submissions import Submissions
 
 _log = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ class EngineParts:
     """The objects that the engine thread owns."""
 
     core: LoadedCore
-    table: RequestTable
+    table: VllmRequests
     writer: OutputWriter
-    admission: Admission
-    exports: Exports
-    imports: Imports
-    loans: Loans
+    submissions: Submissions
+    exports: VllmExports
+    imports: VllmImports
+    loans: VllmLoans
     fetches: Fetches
-    utility: UtilityCalls
+    utility: VllmUtilities
     watch: LengthWatch | None
     # None if the engine has no prefix cache.
     cache: CacheWatch | None
@@ -181,19 +181,19 @@ class EngineThread:
             _log.warning("lengths are not predicted on an engine of %d ranks", len(core.ranks))
         if core.no_host_tier_reason:
             _log.info("evicted prefixes are not cached in host memory: %s", core.no_host_tier_reason)
-        table = RequestTable()
+        table = VllmRequests()
         writer = OutputWriter(table)
-        imports = Imports(core, table, self.post)
+        imports = VllmImports(core, table, self.post)
         parts = EngineParts(
             core=core,
             table=table,
             writer=writer,
-            admission=Admission(core, table, imports, writer, self._deliver),
-            exports=Exports(core, table, self.post),
+            submissions=Submissions(core, table, imports, writer, self._deliver),
+            exports=VllmExports(core, table, self.post),
             imports=imports,
-            loans=Loans(core, self.post),
+            loans=VllmLoans(core, self.post),
             fetches=Fetches(core, self.post),
-            utility=UtilityCalls(core),
+            utility=VllmUtilities(core),
             # Hidden states can only be observed in the process that computes them.
             watch=None
             if core.pooling or core.ranked
@@ -283,7 +283,7 @@ ALLOWED = frozenset(
 )
 
 
-class UtilityCalls:
+class VllmUtilities:
     """Runs utility calls on the engine thread, as vLLM's engine core process does."""
 
     def __init__(self, core: LoadedCore) -> None:

@@ -14,7 +14,7 @@ from tailrace.model_identity import ORIGIN
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.internals import require_data_parallel
 from worker_agent.parallel.data_parallel_meeting import Meeting, MeetingError, Rendezvous, meet
-from worker_agent.parallel.data_parallel_peers import Peers
+from worker_agent.parallel.data_parallel_peers import RankPeers
 
 MEETING_DEADLINE_S: Final = 600.0
 """How long a rank waits for the others; they meet before they load the model."""
@@ -78,10 +78,12 @@ def prepare_data_parallel(config: VllmConfig) -> bool:
     return True
 
 
-def meet_peers(config: VllmConfig, on_start: Callable[[int], None], on_lost: Callable[[str], None]) -> Peers:
+def meet_peers(
+    config: VllmConfig, on_start: Callable[[int], None], on_lost: Callable[[str], None]
+) -> RankPeers:
     """Wait until all ranks have come, and give `config` the ports of their process groups. Blocks.
 
-    The callbacks are those of Peers. Raise EngineSettingError if the ranks do not meet.
+    The callbacks are those of RankPeers. Raise EngineSettingError if the ranks do not meet.
     """
     parallel = config.parallel_config
     rank, size = parallel.data_parallel_rank, parallel.data_parallel_size
@@ -103,7 +105,7 @@ def meet_peers(config: VllmConfig, on_start: Callable[[int], None], on_lost: Cal
     except MeetingError as error:
         raise EngineSettingError(str(error)) from error
     parallel.data_parallel_master_port, *parallel._data_parallel_master_port_list = meeting.ports
-    return Peers(rank, size, meeting, on_start, on_lost)
+    return RankPeers(rank, size, meeting, on_start, on_lost)
 
 
 def _model(model: ModelConfig) -> str:

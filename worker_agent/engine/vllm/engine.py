@@ -149,15 +149,15 @@ class VllmEngine:
 
     def submit(self, submission: Submission) -> None:
         """Engine.submit."""
-        self._thread.post(lambda: self._parts.admission.submit(submission))
+        self._thread.post(lambda: self._parts.submissions.submit(submission))
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
         """Engine.abort."""
-        self._thread.post(lambda: self._parts.admission.abort(keys))
+        self._thread.post(lambda: self._parts.submissions.abort(keys))
 
     def abort_client(self, client: int) -> None:
         """Engine.abort_client."""
-        self._thread.post(lambda: self._parts.admission.abort_client(client))
+        self._thread.post(lambda: self._parts.submissions.abort_client(client))
 
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
         """Engine.utility."""
@@ -182,7 +182,7 @@ class VllmEngine:
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         """Engine.find_held."""
-        return await self._run(lambda parts: parts.admission.find_held(keys))
+        return await self._run(lambda parts: parts.submissions.find_held(keys))
 
     # ---- source of a migration
 

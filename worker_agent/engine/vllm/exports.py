@@ -23,7 +23,7 @@ from worker_agent.engine.vllm.host_pool import HostSlot
 from worker_agent.engine.vllm.layouts import BlockPosition
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.pinned import InUse, Pinned
-from worker_agent.engine.vllm.requests import Entry, RequestTable
+from worker_agent.engine.vllm.requests import VllmRequest, VllmRequests
 from worker_agent.engine.vllm.scheduler import decodes
 
 PauseDone = Callable[[ExportedPause | EngineRefusal], None]
@@ -37,7 +37,7 @@ class PinnedExport(Pinned):
     remain valid whatever happens to the request.
     """
 
-    entry: Entry
+    entry: VllmRequest
     reported_tokens: int
     hashes: list[bytes] = field(default_factory=list)
 
@@ -53,11 +53,11 @@ class _Pause:
     done: PauseDone
 
 
-class Exports:
+class VllmExports:
     """All exports of this engine, by request ID."""
 
     def __init__(
-        self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]
+        self, core: LoadedCore, table: VllmRequests, post: Callable[[Callable[[], None]], None]
     ) -> None:
         """`post` runs a command on the engine thread, from any thread."""
         self._core = core
@@ -168,7 +168,7 @@ class Exports:
         self._pin_rest(export, computed)
         return computed, export.hashes[have_blocks:]
 
-    def _can_leave(self, entry: Entry) -> bool:
+    def _can_leave(self, entry: VllmRequest) -> bool:
         """Return whether the request runs, is swapped out or, if its KV is not transferred, is preempted."""
         status = entry.request.status
         if status == RequestStatus.RUNNING or self._core.host.get(entry.request_id) is not None:

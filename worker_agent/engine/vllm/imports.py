@@ -26,7 +26,7 @@ from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.phases import PhaseTracker
 from worker_agent.engine.vllm.pinned import InUse
-from worker_agent.engine.vllm.requests import Entry, LengthPrediction, Pace, RequestTable
+from worker_agent.engine.vllm.requests import LengthPrediction, Pace, VllmRequest, VllmRequests
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ReservedImport:
     cached: int = 0
     settled: int | None = None
     later: list[tuple[int, DeviceStaging]] = field(default_factory=list)
-    prepared: Entry | None = None
+    prepared: VllmRequest | None = None
 
     def write(
         self,
@@ -100,12 +100,12 @@ class ReservedImport:
             self.written.update(range(first_block, first_block + num_blocks))
 
 
-class Imports:
+class VllmImports:
     """All imports of this engine, by request ID. Each holds KV blocks and a slot of the batch, or host
     memory."""
 
     def __init__(
-        self, core: LoadedCore, table: RequestTable, post: Callable[[Callable[[], None]], None]
+        self, core: LoadedCore, table: VllmRequests, post: Callable[[Callable[[], None]], None]
     ) -> None:
         """`post` runs a command on the engine thread, from any thread."""
         self._core = core
@@ -376,7 +376,7 @@ class Imports:
         turn = self._table.new_turn(request)
         if phases.phase is Phase.ANSWERING:
             turn.start_answering(time.time(), pause.answering_for_s)
-        found.prepared = Entry(
+        found.prepared = VllmRequest(
             key=found.key,
             request_id=request.request_id,
             epoch=found.epoch,

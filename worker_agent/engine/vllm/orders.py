@@ -8,16 +8,16 @@ from tailrace.intra.base import IntraPolicy, JobView, Rank
 from worker_agent.engine.step_order import StepOrder
 from worker_agent.engine.turns import Turn, serving_phase, view_of
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.requests import Entry, RequestTable
+from worker_agent.engine.vllm.requests import VllmRequest, VllmRequests
 
 
-def use_policy(policy: IntraPolicy | None, core: LoadedCore, table: RequestTable) -> None:
+def use_policy(policy: IntraPolicy | None, core: LoadedCore, table: VllmRequests) -> None:
     """Order requests by this policy, or as vLLM does if None. Engine thread, between two steps."""
     core.intra = policy
     core.scheduler.use_order(None if policy is None else _step_order(policy, core, table))
 
 
-def job_view(entry: Entry) -> JobView:
+def job_view(entry: VllmRequest) -> JobView:
     """Return the request as an intra-instance policy sees it."""
     request, phases = entry.request, entry.phases
     return view_of(
@@ -29,8 +29,8 @@ def job_view(entry: Entry) -> JobView:
     )
 
 
-def _step_order(policy: IntraPolicy, core: LoadedCore, table: RequestTable) -> StepOrder[Request]:
-    def entry_of(request: Request) -> Entry:
+def _step_order(policy: IntraPolicy, core: LoadedCore, table: VllmRequests) -> StepOrder[Request]:
+    def entry_of(request: Request) -> VllmRequest:
         entry = table.get(request.request_id)
         # Between commands, the table has every request that the scheduler has.
         assert entry is not None

@@ -12,8 +12,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.engine.step_times import RecentIntervals, StepTimes
-from worker_agent.engine.vllm.requests import RequestTable
+from worker_agent.engine.step_times import RecentIntervals, RecentStepTimes
+from worker_agent.engine.vllm.requests import VllmRequests
 
 # Plain ints, because enum operators take a microsecond each, and these are used for every token.
 _FINISHED: Final = int(OutputFlag.FINISHED)
@@ -23,7 +23,7 @@ _REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
 class OutputWriter:
     """Encodes outputs with vLLM's own encoder and updates the requests' counts. Engine thread only."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: VllmRequests) -> None:
         self._table = table
         self._encoder = MsgpackEncoder()
         self.steps = 0
@@ -34,7 +34,7 @@ class OutputWriter:
         # Those of the latter that were loaded from host memory or by another connector.
         self.loaded_prompt_tokens = 0
         self.intervals = RecentIntervals()
-        self.times = StepTimes()
+        self.times = RecentStepTimes()
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs] | None) -> list[StepColumns]:
         """Return the columns of one engine step, and remove requests that finished in it from the table."""

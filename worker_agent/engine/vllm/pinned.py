@@ -88,7 +88,7 @@ class Pinned:
 # Engine thread, except for reading. vLLM names a block when the step that computes it is scheduled, so a loan
 # opens only after the steps that were in flight at its request have ended.
 
-Opened = Callable[[int], None]
+OnOpened = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class _Opening:
 
     steps: Sequence[object]
     blocks: int
-    done: Opened
+    done: OnOpened
 
 
-class Loans:
+class VllmLoans:
     """All loans of this engine, by ID."""
 
     def __init__(self, core: LoadedCore, post: Callable[[Callable[[], None]], None]) -> None:
@@ -114,7 +114,7 @@ class Loans:
         """Return the open loan, or None. Any thread."""
         return self._loans.get(loan_id)
 
-    def open(self, loan_id: str, names: Sequence[bytes], done: Opened) -> None:
+    def open(self, loan_id: str, names: Sequence[bytes], done: OnOpened) -> None:
         """Pin the blocks with these names, up to the first missing one; call `done` with their number once
         they can be read. Raises EngineRefusal."""
         if loan_id in self._loans:

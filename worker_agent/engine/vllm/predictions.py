@@ -23,7 +23,7 @@ from typing import Final
 from tailrace.predictor.file import Predictor, PredictorFileError, load_predictor
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.requests import LengthPrediction, RequestTable
+from worker_agent.engine.vllm.requests import LengthPrediction, VllmRequests
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class PredictionCost:
 class LengthPredictions:
     """Created and fed by the engine thread."""
 
-    def __init__(self, predictor: Predictor, table: RequestTable) -> None:
+    def __init__(self, predictor: Predictor, table: VllmRequests) -> None:
         """`predictor` must be on the model's device."""
         self.cost = PredictionCost()
         self._predictor = predictor
@@ -121,7 +121,7 @@ class LengthWatch:
         self._predictions = predictions
 
     @classmethod
-    def of(cls, file: str, core: LoadedCore, table: RequestTable) -> LengthWatch | None:
+    def of(cls, file: str, core: LoadedCore, table: VllmRequests) -> LengthWatch | None:
         """Start predicting with the predictor in `file`; return None if `file` is empty.
 
         Raises RuntimeError if the file is not a predictor or is for another model.

@@ -56,7 +56,7 @@ class LengthPrediction:
 
 
 @dataclass(slots=True)
-class Entry:
+class VllmRequest:
     """One request. `emitted` counts the output tokens sent to the front end by this engine or earlier
     ones."""
 
@@ -93,18 +93,18 @@ class Entry:
         return limited(prediction.remaining_at(self.emitted), left)
 
 
-class RequestTable:
+class VllmRequests:
     """Entries, indexed by request ID and by key."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Entry] = {}
-        self._by_key: dict[RequestKey, Entry] = {}
+        self._by_id: dict[str, VllmRequest] = {}
+        self._by_key: dict[RequestKey, VllmRequest] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[VllmRequest]:
         # Copying is atomic under the GIL, so the event loop can iterate while the engine thread runs.
         return iter(list(self._by_id.values()))
 
@@ -117,27 +117,27 @@ class RequestTable:
         """Create a request's place in this instance's order. `queue_s` is as in JobView."""
         return Turn(arrival_order(request.arrival_time, next(self._numbers)), queue_s)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: VllmRequest) -> None:
         """Add a request whose ID and key are not in the table."""
         self._by_id[entry.request_id] = entry
         self._by_key[entry.key] = entry
 
-    def get(self, request_id: str) -> Entry | None:
+    def get(self, request_id: str) -> VllmRequest | None:
         """Return the request with this ID, or None."""
         return self._by_id.get(request_id)
 
-    def known(self, request_id: str) -> Entry:
+    def known(self, request_id: str) -> VllmRequest:
         """Return the request with this ID. Raises Gone if there is none."""
         entry = self._by_id.get(request_id)
         if entry is None:
             raise Gone(f"request {request_id} is not on this engine")
         return entry
 
-    def by_key(self, key: RequestKey) -> Entry | None:
+    def by_key(self, key: RequestKey) -> VllmRequest | None:
         """Return the request with this key, or None."""
         return self._by_key.get(key)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: VllmRequest) -> None:
         """Remove a request; ignored if it is not in the table."""
         if self._by_id.get(entry.request_id) is entry:
             del self._by_id[entry.request_id]

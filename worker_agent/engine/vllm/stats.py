@@ -12,7 +12,7 @@ from worker_agent.engine.vllm.cache_watch import CacheWatch, expected_hit_tokens
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.orders import job_view
 from worker_agent.engine.vllm.outputs import OutputWriter
-from worker_agent.engine.vllm.requests import Entry, RequestTable
+from worker_agent.engine.vllm.requests import VllmRequest, VllmRequests
 
 
 class Compilations:
@@ -39,7 +39,7 @@ class Compilations:
 
 def engine_stats(
     core: LoadedCore,
-    table: RequestTable,
+    table: VllmRequests,
     writer: OutputWriter,
     cache: CacheWatch | None,
     compilations: Compilations,
@@ -83,7 +83,7 @@ def engine_stats(
     )
 
 
-def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
+def _request_stats(core: LoadedCore, entry: VllmRequest) -> RequestStats:
     request, swapped = entry.request, core.host.get(entry.request_id)
     return RequestStats(
         request_id=entry.request_id,
@@ -105,7 +105,7 @@ def _request_stats(core: LoadedCore, entry: Entry) -> RequestStats:
     )
 
 
-def _state(core: LoadedCore, entry: Entry) -> str:
+def _state(core: LoadedCore, entry: VllmRequest) -> str:
     status = entry.request.status
     if entry.request_id in core.scheduler.paused:
         return "paused"
@@ -118,7 +118,7 @@ def _state(core: LoadedCore, entry: Entry) -> str:
     return "waiting"
 
 
-def _backlog(core: LoadedCore, entry: Entry, cache: CacheWatch | None) -> int:
+def _backlog(core: LoadedCore, entry: VllmRequest, cache: CacheWatch | None) -> int:
     """Return the tokens to compute before the request's next output token; 0 if it only needs that one."""
     if core.host.get(entry.request_id) is not None:
         return 0

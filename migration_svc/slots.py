@@ -28,7 +28,7 @@ class _Waiting:
     admitted: asyncio.Future[None]
 
 
-class Admission:
+class MigrationSlots:
     """Grant slots to migrations. All calls on one event loop."""
 
     def __init__(self, limit: int = TRANSFERS, queue_limit: int = 64, max_wait_s: float = 10.0) -> None:
@@ -48,7 +48,7 @@ class Admission:
         return len(self._queue)
 
     @asynccontextmanager
-    async def slot(self, request_id: str, source: str, target: str) -> AsyncIterator[None]:
+    async def hold(self, request_id: str, source: str, target: str) -> AsyncIterator[None]:
         """Hold a slot for one migration. Raise NotAdmitted."""
         if request_id in self._requests:
             raise NotAdmitted(f"request {request_id} is already being migrated")

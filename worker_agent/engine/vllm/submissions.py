@@ -14,23 +14,23 @@ from vllm.v1.request import Request, RequestStatus
 from worker_agent.engine.base import Held, RequestKey, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.engine.turns import remaining_prefill_s
-from worker_agent.engine.vllm.imports import Imports
+from worker_agent.engine.vllm.imports import VllmImports
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.phases import PhaseTracker
-from worker_agent.engine.vllm.requests import Entry, Pace, RequestTable
+from worker_agent.engine.vllm.requests import Pace, VllmRequest, VllmRequests
 
 _log = logging.getLogger(__name__)
 
 
-class Admission:
+class Submissions:
     """Submissions and aborts. Engine thread only."""
 
     def __init__(
         self,
         core: LoadedCore,
-        table: RequestTable,
-        imports: Imports,
+        table: VllmRequests,
+        imports: VllmImports,
         writer: OutputWriter,
         deliver: Callable[[list[StepColumns]], None],
     ) -> None:
@@ -98,7 +98,7 @@ class Admission:
         turn = self._table.new_turn(request, self._queue_s())
         if submission.answer_tokens:
             turn.start_answering(time.time(), submission.answering_s)
-        entry = Entry(
+        entry = VllmRequest(
             key=submission.key,
             request_id=request.request_id,
             epoch=submission.epoch,
@@ -139,7 +139,7 @@ class Admission:
                 request.status = RequestStatus.PREEMPTED
         self._core.core.add_request(request)
 
-    def _resume(self, entry: Entry, outputs: list[int], generator_state: bytes) -> None:
+    def _resume(self, entry: VllmRequest, outputs: list[int], generator_state: bytes) -> None:
         request = entry.request
         self._core.append_outputs(request, outputs)
         if check_stop(request, self._core.max_model_len):
@@ -166,7 +166,7 @@ class Admission:
             if self._core.host.get(entry.request_id) is None
         )
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: VllmRequest) -> None:
         self._table.remove(entry)
         self._core.finish([entry.request_id])
 

@@ -1,4 +1,4 @@
-"""Admission of migrations: limits, order and bounds."""
+"""Slots of migrations: limits, order and bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migration_svc.admission import Admission, NotAdmitted
+from migration_svc.slots import MigrationSlots, NotAdmitted
 from tests.waiting import WAIT_S
 
 
@@ -19,85 +19,85 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def hold(admission: Admission, request_id: str, source: str, target: str, end: asyncio.Event) -> None:
-    async with admission.slot(request_id, source, target):
+async def hold(slots: MigrationSlots, request_id: str, source: str, target: str, end: asyncio.Event) -> None:
+    async with slots.hold(request_id, source, target):
         await end.wait()
 
 
 async def test_migrations_per_direction_are_limited() -> None:
-    admission, end = Admission(limit=2), asyncio.Event()
-    tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(3)]
+    slots, end = MigrationSlots(limit=2), asyncio.Event()
+    tasks = [asyncio.create_task(hold(slots, f"r{n}", "a", "b", end)) for n in range(3)]
     await settle()
-    assert admission.waiting == 1
+    assert slots.waiting == 1
     # The reverse direction and other pairs are not limited by this.
-    async with admission.slot("back", "b", "a"), admission.slot("other", "c", "d"):
-        assert admission.waiting == 1
+    async with slots.hold("back", "b", "a"), slots.hold("other", "c", "d"):
+        assert slots.waiting == 1
     end.set()
     await asyncio.gather(*tasks)
-    assert admission.waiting == 0
+    assert slots.waiting == 0
 
 
 async def test_request_has_at_most_one_migration() -> None:
-    admission = Admission()
-    async with admission.slot("r", "a", "b"):
+    slots = MigrationSlots()
+    async with slots.hold("r", "a", "b"):
         with pytest.raises(NotAdmitted, match="already being migrated"):
-            async with admission.slot("r", "a", "c"):
+            async with slots.hold("r", "a", "c"):
                 pass
-    async with admission.slot("r", "b", "c"):
+    async with slots.hold("r", "b", "c"):
         pass
 
 
 async def test_wait_for_admission_times_out() -> None:
-    admission = Admission(limit=1, max_wait_s=0.01)
-    async with admission.slot("r1", "a", "b"):
+    slots = MigrationSlots(limit=1, max_wait_s=0.01)
+    async with slots.hold("r1", "a", "b"):
         with pytest.raises(NotAdmitted, match="a or b had 1 migrations open"):
-            async with admission.slot("r2", "a", "b"):
+            async with slots.hold("r2", "a", "b"):
                 pass
-    async with admission.slot("r2", "a", "b"):
+    async with slots.hold("r2", "a", "b"):
         pass
 
 
-async def test_admission_queue_is_bounded() -> None:
-    admission, end = Admission(limit=1, queue_limit=1), asyncio.Event()
-    tasks = [asyncio.create_task(hold(admission, f"r{n}", "a", "b", end)) for n in range(2)]
+async def test_queue_is_bounded() -> None:
+    slots, end = MigrationSlots(limit=1, queue_limit=1), asyncio.Event()
+    tasks = [asyncio.create_task(hold(slots, f"r{n}", "a", "b", end)) for n in range(2)]
     await settle()
     with pytest.raises(NotAdmitted, match="already waiting"):
-        async with admission.slot("r9", "a", "b"):
+        async with slots.hold("r9", "a", "b"):
             pass
     end.set()
     await asyncio.gather(*tasks)
 
 
 async def test_migrations_that_wait_for_a_hot_instance_refuse_none_between_others() -> None:
-    admission, end = Admission(limit=1, queue_limit=4), asyncio.Event()
-    hot = [asyncio.create_task(hold(admission, f"t{n}", f"s{n}", "hot", end)) for n in range(5)]
-    leaving = [asyncio.create_task(hold(admission, f"s{n}", "full", f"t{n}", end)) for n in range(5)]
+    slots, end = MigrationSlots(limit=1, queue_limit=4), asyncio.Event()
+    hot = [asyncio.create_task(hold(slots, f"t{n}", f"s{n}", "hot", end)) for n in range(5)]
+    leaving = [asyncio.create_task(hold(slots, f"s{n}", "full", f"t{n}", end)) for n in range(5)]
     await settle()
-    assert admission.waiting == 8
+    assert slots.waiting == 8
     for source, target in (("other", "hot"), ("full", "other")):
         with pytest.raises(NotAdmitted, match=r"4 migrations are already waiting for (hot|full)"):
-            async with admission.slot("r9", source, target):
+            async with slots.hold("r9", source, target):
                 pass
     # Idle instances, and ones for which few wait.
-    async with admission.slot("idle", "a", "b"):
-        waits = asyncio.create_task(hold(admission, "waits", "a", "b", end))
+    async with slots.hold("idle", "a", "b"):
+        waits = asyncio.create_task(hold(slots, "waits", "a", "b", end))
         await settle()
-        assert admission.waiting == 9
+        assert slots.waiting == 9
     end.set()
     await asyncio.gather(*hot, *leaving, waits)
-    assert admission.waiting == 0
+    assert slots.waiting == 0
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=25))
 def test_limit_holds_and_no_slot_is_lost(moves: list[tuple[int, int, bool]]) -> None:
     async def run() -> None:
-        admission = Admission(limit=2, queue_limit=1000, max_wait_s=1000)
+        slots = MigrationSlots(limit=2, queue_limit=1000, max_wait_s=1000)
         open_now: list[tuple[int, int]] = []
         ends: list[tuple[asyncio.Task[None], asyncio.Event]] = []
 
         async def hold_slot(name: str, source: int, target: int, end: asyncio.Event) -> None:
-            async with admission.slot(name, f"s{source}", f"t{target}"):
+            async with slots.hold(name, f"s{source}", f"t{target}"):
                 open_now.append((source, target))
                 assert sum(s == source for s, _ in open_now) <= 2
                 assert sum(t == target for _, t in open_now) <= 2
@@ -122,10 +122,10 @@ def test_limit_holds_and_no_slot_is_lost(moves: list[tuple[int, int, bool]]) -> 
         for task, _ in ends:
             async with asyncio.timeout(WAIT_S):
                 await task
-        assert admission.waiting == 0 and not open_now
+        assert slots.waiting == 0 and not open_now
         # Every slot is free again.
         async with contextlib.AsyncExitStack() as stack:
             for number in range(2):
-                await stack.enter_async_context(admission.slot(f"again{number}", "s0", "t0"))
+                await stack.enter_async_context(slots.hold(f"again{number}", "s0", "t0"))
 
     asyncio.run(run())
