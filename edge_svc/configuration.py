@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from tailrace.address import parse_address
 from tailrace.numeric import Duration, WholeRange
+from tailrace.security.roles import Role, server_name
 from tailrace.service.settings import setting
 
 CLUSTER: Final = "x-tailrace-cluster"
@@ -31,6 +32,12 @@ OWN_PATHS: Final = ("/v1/models", "/ready", "/health", "/ping")
 """What the edge answers."""
 
 _TYPES: Final = "type.googleapis.com/envoy.extensions"
+_FRONTEND: Final = server_name(Role.FRONTEND)
+# Names of the edge's certificate and of the authorities of front ends.
+_OWN: Final = "own"
+_TRUSTED: Final = "trusted"
+# Of endpoints that speak HTTPS.
+_TLS: Final = {"tls": True}
 # The edge answers within milliseconds, except when it reads a body of many megabytes.
 _ASK_S: Final = 10.0
 _CONNECT_S: Final = 5.0
@@ -110,6 +117,8 @@ class Endpoints:
 
     cluster: str
     addresses: Sequence[str]
+    # Those of them that speak HTTPS.
+    https: frozenset[str] = frozenset()
 
 
 def bootstrap(
@@ -163,14 +172,21 @@ def bootstrap(
     }
 
 
-def clusters(every: Sequence[Endpoints], folder: Path) -> dict[str, Any]:
-    """Return `clusters.json`. What changes is in the files of `endpoints`, so that streams go on."""
-    return {"resources": [_cluster(each.cluster, folder) for each in every[:_MODELS_MAX]]}
+def clusters(every: Sequence[Endpoints], folder: Path, *, tls: bool) -> dict[str, Any]:
+    """Return `clusters.json`. What changes is in the files of `endpoints`, so that streams go on.
+
+    `tls`: whether there are the files of `secrets`.
+    """
+    return {"resources": [_cluster(each.cluster, folder, tls) for each in every[:_MODELS_MAX]]}
 
 
 def endpoints(each: Endpoints) -> dict[str, Any]:
     """Return the file of a cluster's endpoints."""
-    lb = [{"endpoint": {"address": _address(address)}} for address in each.addresses]
+    over_tls: dict[str, Any] = {"metadata": {"filter_metadata": {"envoy.transport_socket_match": _TLS}}}
+    lb: list[dict[str, Any]] = [
+        {"endpoint": {"address": _address(address)}} | (over_tls if address in each.https else {})
+        for address in each.addresses
+    ]
     return {
         "resources": [
             {
@@ -185,6 +201,20 @@ def endpoints(each: Endpoints) -> dict[str, Any]:
 def endpoints_file(cluster: str, folder: Path) -> Path:
     """Return the name of the file of a cluster's endpoints."""
     return folder / f"{cluster}.json"
+
+
+def secrets(certificate: str, key: str, authorities: str) -> dict[str, dict[str, Any]]:
+    """Return the files, by their names, of the edge's certificate and of what a front end has to show: one of
+    that role, wherever it listens."""
+    own = {"certificate_chain": {"inline_string": certificate}, "private_key": {"inline_string": key}}
+    name = {"san_type": "DNS", "matcher": {"exact": _FRONTEND}}
+    trusted = {"trusted_ca": {"inline_string": authorities}, "match_typed_subject_alt_names": [name]}
+    type_name = f"{_TYPES}.transport_sockets.tls.v3.Secret"
+    every: list[dict[str, Any]] = [
+        {"@type": type_name, "name": _OWN, "tls_certificate": own},
+        {"@type": type_name, "name": _TRUSTED, "validation_context": trusted},
+    ]
+    return {f"{each['name']}.json": {"resources": [each]} for each in every}
 
 
 def _listener(
@@ -330,7 +360,8 @@ def _edge(socket: Path) -> dict[str, Any]:
     }
 
 
-def _cluster(name: str, folder: Path) -> dict[str, Any]:
+def _cluster(name: str, folder: Path, tls: bool) -> dict[str, Any]:
+    sockets = {"transport_socket_matches": [_to_front_ends(folder)]} if tls else {}
     return {
         "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
         "name": name,
@@ -340,7 +371,27 @@ def _cluster(name: str, folder: Path) -> dict[str, Any]:
         "lb_policy": "LEAST_REQUEST",
         # As many as front ends take: they say what is too much.
         "circuit_breakers": _limits(max_connections=_UNLIMITED),
+        **sockets,
     }
+
+
+def _to_front_ends(folder: Path) -> dict[str, Any]:
+    """Return how to connect to those that speak HTTPS: both ends show certificates of this cluster."""
+
+    def secret(name: str) -> dict[str, Any]:
+        return {"name": name, "sds_config": _file(folder / f"{name}.json")}
+
+    context = {
+        "@type": f"{_TYPES}.transport_sockets.tls.v3.UpstreamTlsContext",
+        "sni": _FRONTEND,
+        "common_tls_context": {
+            "tls_params": {"tls_minimum_protocol_version": "TLSv1_3"},
+            "tls_certificate_sds_secret_configs": [secret(_OWN)],
+            "validation_context_sds_secret_config": secret(_TRUSTED),
+        },
+    }
+    socket = {"name": "envoy.transport_sockets.tls", "typed_config": context}
+    return {"name": "tls", "match": _TLS, "transport_socket": socket}
 
 
 def _limits(max_connections: int) -> dict[str, Any]:
