@@ -74,6 +74,28 @@ _RETRY_AFTER: Final = {
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
 _UNLIMITED: Final = 1 << 20
+_OTHER_HOST: Final = {
+    "name": "envoy.retry_host_predicates.previous_hosts",
+    "typed_config": {"@type": f"{_TYPES}.retry.host.previous_hosts.v3.PreviousHostsPredicate"},
+}
+# One that hangs is noticed within six seconds.
+_HEALTH_CHECK: Final = {
+    "interval": "1s",
+    "no_traffic_interval": "1s",
+    "timeout": "2s",
+    "unhealthy_threshold": 2,
+    "healthy_threshold": 1,
+    "http_health_check": {"path": "/health"},
+}
+# In seconds: it has vanished after two minutes. Streams outlast shorter outages of a network.
+_KEEPALIVE: Final = {"keepalive_time": 60, "keepalive_interval": 10, "keepalive_probes": 6}
+_HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+# A front end closes a connection that is idle for 75 s: one that Envoy uses just then would be reset.
+_PROTOCOL: Final = {
+    "@type": f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions",
+    "common_http_protocol_options": {"idle_timeout": "60s"},
+    "explicit_http_config": {"http_protocol_options": {}},
+}
 # Beyond, clusters and endpoints of a file would be of no real fleet.
 _MODELS_MAX: Final = 1_000
 
@@ -289,8 +311,13 @@ def _routes() -> list[dict[str, Any]]:
     to_models = {
         "cluster_header": CLUSTER,
         "timeout": "0s",
-        # Of a request that no front end has seen: it was restarted a moment ago.
-        "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": 2},
+        # Of a request that no front end has seen: it was restarted a moment ago, or its host is gone.
+        "retry_policy": {
+            "retry_on": "connect-failure,refused-stream",
+            "num_retries": 2,
+            "retry_host_predicate": [_OTHER_HOST],
+            "host_selection_retry_max_attempts": 3,
+        },
     }
     return [*own, {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]}]
 
@@ -369,6 +396,15 @@ def _cluster(name: str, folder: Path, tls: bool) -> dict[str, Any]:
         "eds_cluster_config": {"eds_config": _file(endpoints_file(name, folder))},
         "connect_timeout": _seconds(_CONNECT_S),
         "lb_policy": "LEAST_REQUEST",
+        # Of those that etcd lists, one that hangs gets no new requests; what it has goes on when it does.
+        "health_checks": [_HEALTH_CHECK],
+        # All alike, when none of them answers in time: they may only be busy.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 1}},
+        # One that etcd no longer lists is stopping, though it still answers.
+        "ignore_health_on_host_removal": True,
+        # A stream whose host has vanished ends.
+        "upstream_connection_options": {"tcp_keepalive": _KEEPALIVE},
+        "typed_extension_protocol_options": {_HTTP_OPTIONS: _PROTOCOL},
         # As many as front ends take: they say what is too much.
         "circuit_breakers": _limits(max_connections=_UNLIMITED),
         **sockets,
