@@ -421,7 +421,10 @@ def _to_front_ends(folder: Path) -> dict[str, Any]:
         "@type": f"{_TYPES}.transport_sockets.tls.v3.UpstreamTlsContext",
         "sni": _FRONTEND,
         "common_tls_context": {
-            "tls_params": {"tls_minimum_protocol_version": "TLSv1_3"},
+            # As a client, Envoy offers 1.2 at most if nothing is said.
+            "tls_params": dict.fromkeys(
+                ("tls_minimum_protocol_version", "tls_maximum_protocol_version"), "TLSv1_3"
+            ),
             "tls_certificate_sds_secret_configs": [secret(_OWN)],
             "validation_context_sds_secret_config": secret(_TRUSTED),
         },

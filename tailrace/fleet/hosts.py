@@ -21,15 +21,9 @@ from tailrace.service.vllm_line import VllmLine
 
 METRICS_ABOVE: Final = 2000
 """A service's metrics are on its own port plus this."""
-PORTS: Final = {
-    "scheduler": 7101,
-    "monitor": 7102,
-    "migration": 7103,
-    "frontend": 7104,
-    "worker": 7105,
-    "edge": 7185,
-}
+PORTS: Final = {"scheduler": 7101, "monitor": 7102, "migration": 7103, "frontend": 7104, "worker": 7105}
 """gRPC ports of the services, of the first one of a kind on a host."""
+_EDGE: Final = 7185
 # The second front end of a host is one above.
 _FURTHER_FRONTENDS: Final = 7185
 _FRONTENDS_MAX: Final = 20
@@ -353,6 +347,8 @@ def ports(fleet: Fleet, plan: Plan, name: str) -> Ports:
 def _port(kind: str, number: int) -> int:
     if kind == "worker":
         return PORTS[kind] + number
+    if kind == "edge":
+        return _EDGE
     if kind == "frontend" and number:
         return _FURTHER_FRONTENDS + number
     return PORTS[kind]

