@@ -11,7 +11,7 @@ from typing import Final
 from tailrace.address import format_address, is_ip, listen_address, parse_address
 from tailrace.fleet.file import WORKERS_MAX, Fleet, FleetError, Host
 from tailrace.local.certificates import certificate_folder, span_certificates
-from tailrace.local.options import ClusterOptions, Engine
+from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.plan import PartSpec, Plan, Tier, environment_of, frontend_part, worker_part
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.options import exposed
@@ -190,7 +190,7 @@ def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Insta
             member = f"{model.prefix}frontend-{name}-{number}"
             own = replace(model, frontend_arguments=(*model.frontend_arguments, *keys))
             if fleet.http and fleet.tls:
-                own = replace(own, line=_for_edges(own.line, installed.certificates, member))
+                own = replace(own, line=_for_edges(own, installed.certificates, member))
             parts.append(frontend_part(own, service, member, http))
     if name in edges(fleet):
         edge = service("edge", f"edge-{name}", Tier.EDGE, "--http", users, *keys)
@@ -233,12 +233,14 @@ def _computes(model: ClusterOptions) -> bool:
     return model.engine is Engine.VLLM and bool(model.workers)
 
 
-def _for_edges(line: VllmLine, certificates: str, member: str) -> VllmLine:
+def _for_edges(options: ClusterOptions, certificates: str, member: str) -> VllmLine:
     """Return a front end's line with HTTPS by its own certificate, for whoever has one of this cluster."""
     folder = certificate_folder(certificates, Role.FRONTEND.value, member)
     own = ["--ssl-certfile", f"{folder}/{CERTIFICATE}", "--ssl-keyfile", f"{folder}/{KEY}"]
     others = ["--ssl-ca-certs", f"{folder}/{AUTHORITIES}", "--ssl-cert-reqs", "2"]
-    return line.adding(*own, *others, "--enable-ssl-refresh")
+    # vllm-rs refuses it, and reads the files at startup only.
+    renewal = ["--enable-ssl-refresh"] if options.front is Front.PYTHON else []
+    return options.line.adding(*own, *others, *renewal)
 
 
 def _check_http(fleet: Fleet, name: str, http: str) -> None:

@@ -5,6 +5,7 @@ The edge is on one host, one model's front end on each. With certificates and us
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import ssl
@@ -83,17 +84,18 @@ def test_nobody_without_a_key(key: str) -> None:
 def test_a_front_end_takes_edges_alone(key: str, address: str) -> None:
     """Not even with a user's key: it asks for a certificate."""
     context = ssl._create_unverified_context()
+    refusals = (ssl.SSLError, ConnectionError)
     request = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
     with socket.create_connection((address, BEHIND), timeout=WAIT_S) as plain:
         plain.sendall(request)
         assert not plain.recv(100)
     with (
-        pytest.raises(ssl.SSLError),
         socket.create_connection((address, BEHIND), timeout=WAIT_S) as plain,
+        contextlib.suppress(*refusals),
         context.wrap_socket(plain) as stranger,
     ):
         stranger.sendall(request)
-        stranger.recv(100)
+        assert not stranger.recv(100)
 
 
 def test_the_file_is_what_runs(hosts: Hosts, key: str) -> None:
