@@ -350,6 +350,10 @@ def test_front_ends_behind_edges_take_certificates(tmp_path: Path) -> None:
         for plan in made.values()
         for part in (*plan.tier(Tier.FRONTEND), *plan.tier(Tier.EDGE))
     } == {"/keys.json"}
+    assert "--enable-ssl-refresh" in chat.command
+    rust = changed(changed(BEHIND_EDGES, "keys", None), "http", "127.0.0.1:8000")
+    (chat,) = plans(tmp_path, changed(rust, "models.0.front", "rust"))["a"].tier(Tier.FRONTEND)
+    assert "--ssl-cert-reqs" in chat.command and "--enable-ssl-refresh" not in chat.command
     clear = changed(changed(BEHIND_EDGES, "tls", None), "insecure", True)
     (chat,) = plans(tmp_path, clear)["a"].tier(Tier.FRONTEND)
     assert "--ssl-certfile" not in chat.command and "--insecure" in chat.command
