@@ -435,7 +435,8 @@ def _to_front_ends(folder: Path) -> dict[str, Any]:
 
 def _limits(max_connections: int) -> dict[str, Any]:
     limits = {"max_connections": max_connections, "max_pending_requests": _UNLIMITED}
-    return {"thresholds": [{**limits, "max_requests": _UNLIMITED}]}
+    # All that waited for a connection to the same front end are tried elsewhere at once.
+    return {"thresholds": [{**limits, "max_requests": _UNLIMITED, "max_retries": _UNLIMITED}]}
 
 
 def _file(path: Path) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def make_plan(
     groups = [(model, group) for model in options.models for group in _groups(model)]
     frontends = sum(model.frontends for model in options.models)
     services = 2 + options.schedulers + len(groups) + frontends + bool(options.edge)
-    behind = len(options.models) if options.edge else 0
+    behind = frontends if options.edge else 0
     etcd_port, *ports = free_ports(1 + 2 * services + behind + options.console)
     etcd = f"{LOOPBACK}:{etcd_port}"
     certificates = f"{data}/certs" if options.tls else ""
@@ -139,8 +139,9 @@ def make_plan(
     parts += [worker_part(model, service, f"{model.prefix}worker", group) for model, group in groups]
     http = options.edge or f"{options.host}:{options.port}"
     for model in options.models:
-        listen = next(addresses) if options.edge else http
         for number in range(model.frontends):
+            # An edge sees of each whether it answers.
+            listen = next(addresses) if options.edge else http
             name = _numbered(f"{model.prefix}frontend", number, model.frontends)
             parts.append(frontend_part(model, service, name, listen))
     if options.edge:
