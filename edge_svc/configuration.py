@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from tailrace.address import parse_address
 from tailrace.numeric import Duration, WholeRange
+from tailrace.security.roles import Role, server_name
 from tailrace.service.settings import setting
 
 CLUSTER: Final = "x-tailrace-cluster"
@@ -31,6 +32,12 @@ OWN_PATHS: Final = ("/v1/models", "/ready", "/health", "/ping")
 """What the edge answers."""
 
 _TYPES: Final = "type.googleapis.com/envoy.extensions"
+_FRONTEND: Final = server_name(Role.FRONTEND)
+# Names of the edge's certificate and of the authorities of front ends.
+_OWN: Final = "own"
+_TRUSTED: Final = "trusted"
+# Of endpoints that speak HTTPS.
+_TLS: Final = {"tls": True}
 # The edge answers within milliseconds, except when it reads a body of many megabytes.
 _ASK_S: Final = 10.0
 _CONNECT_S: Final = 5.0
@@ -67,6 +74,28 @@ _RETRY_AFTER: Final = {
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
 _UNLIMITED: Final = 1 << 20
+_OTHER_HOST: Final = {
+    "name": "envoy.retry_host_predicates.previous_hosts",
+    "typed_config": {"@type": f"{_TYPES}.retry.host.previous_hosts.v3.PreviousHostsPredicate"},
+}
+# One that hangs is noticed within six seconds.
+_HEALTH_CHECK: Final = {
+    "interval": "1s",
+    "no_traffic_interval": "1s",
+    "timeout": "2s",
+    "unhealthy_threshold": 2,
+    "healthy_threshold": 1,
+    "http_health_check": {"path": "/health"},
+}
+# In seconds: it has vanished after two minutes. Streams outlast shorter outages of a network.
+_KEEPALIVE: Final = {"keepalive_time": 60, "keepalive_interval": 10, "keepalive_probes": 6}
+_HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+# A front end closes a connection that is idle for 75 s: one that Envoy uses just then would be reset.
+_PROTOCOL: Final = {
+    "@type": f"{_TYPES}.upstreams.http.v3.HttpProtocolOptions",
+    "common_http_protocol_options": {"idle_timeout": "60s"},
+    "explicit_http_config": {"http_protocol_options": {}},
+}
 # Beyond, clusters and endpoints of a file would be of no real fleet.
 _MODELS_MAX: Final = 1_000
 
@@ -110,6 +139,8 @@ class Endpoints:
 
     cluster: str
     addresses: Sequence[str]
+    # Those of them that speak HTTPS.
+    https: frozenset[str] = frozenset()
 
 
 def bootstrap(
@@ -163,14 +194,21 @@ def bootstrap(
     }
 
 
-def clusters(every: Sequence[Endpoints], folder: Path) -> dict[str, Any]:
-    """Return `clusters.json`. What changes is in the files of `endpoints`, so that streams go on."""
-    return {"resources": [_cluster(each.cluster, folder) for each in every[:_MODELS_MAX]]}
+def clusters(every: Sequence[Endpoints], folder: Path, *, tls: bool) -> dict[str, Any]:
+    """Return `clusters.json`. What changes is in the files of `endpoints`, so that streams go on.
+
+    `tls`: whether there are the files of `secrets`.
+    """
+    return {"resources": [_cluster(each.cluster, folder, tls) for each in every[:_MODELS_MAX]]}
 
 
 def endpoints(each: Endpoints) -> dict[str, Any]:
     """Return the file of a cluster's endpoints."""
-    lb = [{"endpoint": {"address": _address(address)}} for address in each.addresses]
+    over_tls: dict[str, Any] = {"metadata": {"filter_metadata": {"envoy.transport_socket_match": _TLS}}}
+    lb: list[dict[str, Any]] = [
+        {"endpoint": {"address": _address(address)}} | (over_tls if address in each.https else {})
+        for address in each.addresses
+    ]
     return {
         "resources": [
             {
@@ -185,6 +223,20 @@ def endpoints(each: Endpoints) -> dict[str, Any]:
 def endpoints_file(cluster: str, folder: Path) -> Path:
     """Return the name of the file of a cluster's endpoints."""
     return folder / f"{cluster}.json"
+
+
+def secrets(certificate: str, key: str, authorities: str) -> dict[str, dict[str, Any]]:
+    """Return the files, by their names, of the edge's certificate and of what a front end has to show: one of
+    that role, wherever it listens."""
+    own = {"certificate_chain": {"inline_string": certificate}, "private_key": {"inline_string": key}}
+    name = {"san_type": "DNS", "matcher": {"exact": _FRONTEND}}
+    trusted = {"trusted_ca": {"inline_string": authorities}, "match_typed_subject_alt_names": [name]}
+    type_name = f"{_TYPES}.transport_sockets.tls.v3.Secret"
+    every: list[dict[str, Any]] = [
+        {"@type": type_name, "name": _OWN, "tls_certificate": own},
+        {"@type": type_name, "name": _TRUSTED, "validation_context": trusted},
+    ]
+    return {f"{each['name']}.json": {"resources": [each]} for each in every}
 
 
 def _listener(
@@ -259,8 +311,13 @@ def _routes() -> list[dict[str, Any]]:
     to_models = {
         "cluster_header": CLUSTER,
         "timeout": "0s",
-        # Of a request that no front end has seen: it was restarted a moment ago.
-        "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": 2},
+        # Of a request that no front end has seen: it was restarted a moment ago, or its host is gone.
+        "retry_policy": {
+            "retry_on": "connect-failure,refused-stream",
+            "num_retries": 2,
+            "retry_host_predicate": [_OTHER_HOST],
+            "host_selection_retry_max_attempts": 3,
+        },
     }
     return [*own, {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]}]
 
@@ -330,7 +387,8 @@ def _edge(socket: Path) -> dict[str, Any]:
     }
 
 
-def _cluster(name: str, folder: Path) -> dict[str, Any]:
+def _cluster(name: str, folder: Path, tls: bool) -> dict[str, Any]:
+    sockets = {"transport_socket_matches": [_to_front_ends(folder)]} if tls else {}
     return {
         "@type": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
         "name": name,
@@ -338,14 +396,47 @@ def _cluster(name: str, folder: Path) -> dict[str, Any]:
         "eds_cluster_config": {"eds_config": _file(endpoints_file(name, folder))},
         "connect_timeout": _seconds(_CONNECT_S),
         "lb_policy": "LEAST_REQUEST",
+        # Of those that etcd lists, one that hangs gets no new requests; what it has goes on when it does.
+        "health_checks": [_HEALTH_CHECK],
+        # All alike, when none of them answers in time: they may only be busy.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 1}},
+        # One that etcd no longer lists is stopping, though it still answers.
+        "ignore_health_on_host_removal": True,
+        # A stream whose host has vanished ends.
+        "upstream_connection_options": {"tcp_keepalive": _KEEPALIVE},
+        "typed_extension_protocol_options": {_HTTP_OPTIONS: _PROTOCOL},
         # As many as front ends take: they say what is too much.
         "circuit_breakers": _limits(max_connections=_UNLIMITED),
+        **sockets,
     }
+
+
+def _to_front_ends(folder: Path) -> dict[str, Any]:
+    """Return how to connect to those that speak HTTPS: both ends show certificates of this cluster."""
+
+    def secret(name: str) -> dict[str, Any]:
+        return {"name": name, "sds_config": _file(folder / f"{name}.json")}
+
+    context = {
+        "@type": f"{_TYPES}.transport_sockets.tls.v3.UpstreamTlsContext",
+        "sni": _FRONTEND,
+        "common_tls_context": {
+            # As a client, Envoy offers 1.2 at most if nothing is said.
+            "tls_params": dict.fromkeys(
+                ("tls_minimum_protocol_version", "tls_maximum_protocol_version"), "TLSv1_3"
+            ),
+            "tls_certificate_sds_secret_configs": [secret(_OWN)],
+            "validation_context_sds_secret_config": secret(_TRUSTED),
+        },
+    }
+    socket = {"name": "envoy.transport_sockets.tls", "typed_config": context}
+    return {"name": "tls", "match": _TLS, "transport_socket": socket}
 
 
 def _limits(max_connections: int) -> dict[str, Any]:
     limits = {"max_connections": max_connections, "max_pending_requests": _UNLIMITED}
-    return {"thresholds": [{**limits, "max_requests": _UNLIMITED}]}
+    # All that waited for a connection to the same front end are tried elsewhere at once.
+    return {"thresholds": [{**limits, "max_requests": _UNLIMITED, "max_retries": _UNLIMITED}]}
 
 
 def _file(path: Path) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
     for model, front_ends in sorted(by_model.items()):
         rust = [each.http_address for each in front_ends if each.api_server == "rust"]
         python = [each.http_address for each in front_ends if each.api_server != "rust"]
+        https = frozenset(each.http_address for each in front_ends if each.https)
         served = Served(
             model,
             model,
@@ -83,7 +84,7 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             _cluster(model, "python", python),
         )
         clusters += [
-            Endpoints(name, tuple(dict.fromkeys(addresses)))
+            Endpoints(name, tuple(dict.fromkeys(addresses)), https.intersection(addresses))
             for name, addresses in ((served.rust, rust), (served.python, python))
             if name
         ]

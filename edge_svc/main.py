@@ -21,12 +21,15 @@ from aiohttp import web
 from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, Bounds, bootstrap
 from edge_svc.directory import Directory, directory, merged
 from edge_svc.model_clusters import ModelClusters
+from edge_svc.names import Names
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.bounded import shown
 from tailrace.numeric import Duration, WholeRange
+from tailrace.security.folder import CredentialFolder
 from tailrace.security.options import exposed
+from tailrace.security.transport import TlsTransport
 from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
@@ -40,6 +43,9 @@ from tailrace.tenancy.file import KeyFile, KeyFileUnusable
 log = logging.getLogger(__name__)
 
 KIND: Final = "edge"
+# How late a new certificate is noticed, and a host that had no address.
+_CERTIFICATE_S: Final = 1.0
+_UNRESOLVED_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +130,14 @@ class Follower:
     def __init__(self, members: Membership, store: Store, proxy: Proxy) -> None:
         self._members = members
         self._proxy = proxy
+        self._names = Names()
         self._changed = asyncio.Event()
         self.below = ModelClusters(store, self._changed.set)
         self.directory = Directory({}, ())
         self._hidden: list[str] = []
         members.add_listener(self._changed.set)
 
-    def route(self) -> None:
+    async def route(self) -> None:
         """Read the members once. Raise OSError."""
         own = directory(self._members.services.values(), self._members.adapters.values())
         self.directory = merged([own, *self.below.directories])
@@ -139,18 +146,27 @@ class Follower:
         if hidden and hidden != self._hidden:
             log.warning("another cluster has these names first: %s", shown(", ".join(hidden)))
         self._hidden = hidden
-        self._proxy.route(self.directory.clusters)
+        self._proxy.route(await self._names.resolved(self.directory.clusters))
 
     async def run(self) -> None:
         """Read them after each change; run until cancelled. Raise OSError if the disk is full."""
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_UNRESOLVED_S if self._names.missing else None):
+                    await self._changed.wait()
             self._changed.clear()
             try:
-                self.route()
+                await self.route()
             except OSError:
                 self._changed.set()
                 raise
+
+
+async def follow_certificate(credentials: CredentialFolder, proxy: Proxy) -> None:
+    """Show front ends the edge's certificate as it is renewed; run until cancelled. Raise OSError."""
+    while True:
+        await asyncio.sleep(_CERTIFICATE_S)
+        proxy.present(await asyncio.to_thread(credentials.current))
 
 
 async def serve(
@@ -164,8 +180,13 @@ async def serve(
         proxy = Proxy(executable, folder, settings.threads)
         follower = Follower(members, service.store, proxy)
         await stack.enter_async_context(follower.below.following())
-        follower.route()
-        await stack.enter_async_context(supervised({"routes": follower.run}))
+        loops = {"routes": follower.run}
+        if isinstance(common.transport, TlsTransport):
+            credentials = common.transport.folder
+            proxy.present(credentials.current())
+            loops["certificate"] = lambda: follow_certificate(credentials, proxy)
+        await follower.route()
+        await stack.enter_async_context(supervised(loops))
         answers = Answers(lambda: follower.directory, keys, settings.bounds, service.registry)
         # A path or a header may be as long as Envoy allows.
         longest = settings.bounds.max_header_kib << 10

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
-from edge_svc.configuration import Endpoints, clusters, endpoints, endpoints_file
+from edge_svc.configuration import Endpoints, clusters, endpoints, endpoints_file, secrets
+from tailrace.security.credentials import Credentials
 from tailrace.service.child import Child
 
 _START_S: Final = 30.0
@@ -33,6 +34,7 @@ class Proxy:
         self._threads = threads
         self._written: dict[Path, str] = {}
         self._known: dict[str, Endpoints] = {}
+        self._tls = False
 
     def route(self, every: Sequence[Endpoints]) -> None:
         """Send requests to these from now on. Streams on others go on. Raise OSError.
@@ -43,7 +45,15 @@ class Proxy:
         self._known = {name: now.get(name, Endpoints(name, ())) for name in (*self._known, *now)}
         for each in self._known.values():
             self._write(endpoints_file(each.cluster, self._folder), endpoints(each))
-        self._write(self._folder / "clusters.json", clusters([*self._known.values()], self._folder))
+        content = clusters([*self._known.values()], self._folder, tls=self._tls)
+        self._write(self._folder / "clusters.json", content)
+
+    def present(self, own: Credentials) -> None:
+        """Show this certificate to front ends from now on, and trust its authorities. Raise OSError."""
+        self._tls = True
+        texts = (each.decode() for each in (own.certificate, own.key, own.authorities))
+        for name, content in secrets(*texts).items():
+            self._write(self._folder / name, content)
 
     @asynccontextmanager
     async def running(self, bootstrap: Mapping[str, Any]) -> AsyncIterator[Child]:

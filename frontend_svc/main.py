@@ -53,6 +53,8 @@ KIND: Final = "frontend"
 # Version of what front ends exchange about answers; increased with each change that an older one would
 # misread.
 _ANSWERS_FORMAT: Final = "1"
+# ssl.CERT_REQUIRED, as vLLM's flag has it.
+_CERTIFICATE_REQUIRED: Final = "2"
 _RESPONSES_STORE: Final = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
@@ -83,7 +85,7 @@ def _check(common: CommonOptions, settings: Settings) -> None:
         raise click.BadParameter(str(error), param_hint="--http") from error
     if settings.api_keys is not None:
         _check_keys(settings.api_keys, settings.front, settings.line)
-    elif not _asks_for_key(settings.line):
+    elif not _asks_for_key(settings.line) and not _asks_for_certificate(settings.line):
         _check_without_keys(common, settings.http)
     if settings.limits.fair_backlog_tokens and settings.api_keys is None:
         problem = (
@@ -161,6 +163,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             model_key=served.key,
             names=[*settings.names],
             api_server=settings.front.value,
+            https="ssl_certfile" in settings.line.flags,
             answers=setting,
         )
         # Before the HTTP port is bound: a second front end on it must recognise this one as a member.
@@ -250,13 +253,19 @@ def _check_without_keys(common: CommonOptions, http: str) -> None:
         raise click.UsageError(
             f"users' address {http} can be reached from other machines, and requests there need no API key: "
             "give --api-keys FILE (tailrace keys make writes it) or set VLLM_API_KEY, listen on 127.0.0.1, "
-            "or give --insecure"
+            "require clients' certificates (--ssl-cert-reqs 2), or give --insecure"
         )
 
 
 def _asks_for_key(line: VllmLine) -> bool:
     """Return whether vLLM's own API server requires an API key: an empty one counts as none."""
     return any(line.flags.get("api_key") or [os.environ.get("VLLM_API_KEY", "")])
+
+
+def _asks_for_certificate(line: VllmLine) -> bool:
+    """Return whether vLLM's own API server requires a certificate of its clients, as behind an edge."""
+    given = line.last("ssl_certfile") and line.last("ssl_ca_certs")
+    return bool(given) and line.last("ssl_cert_reqs") == _CERTIFICATE_REQUIRED
 
 
 def _served_model(settings: Settings) -> ServedModel:

@@ -10,9 +10,9 @@ lock() { # NAME OPTION...
   "$uv" pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet \
     --output-file "deploy/locks/$1.txt" "${@:2}"
 }
-lock control
-lock simulated --extra simulated
-lock gpu --extra gpu
+lock control --extra edge
+lock simulated --extra simulated --extra edge
+lock gpu --extra gpu --extra edge
 # What a bundle carries beside (scripts/bundle): the extra `etcd` and an installer, without what the locks above have.
 python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); print(*(
   project["project"]["optional-dependencies"]["etcd"] + project["tool"]["tailrace"]["bundle"]), sep="\n")' |

@@ -105,6 +105,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     # and vLLM's API server (python, rust); empty: an earlier version.
     names: list[_Name] = []
     api_server: str = ""
+    # Front ends only: whether the HTTP address speaks HTTPS.
+    https: bool = False
     # Front ends only: digest of everything besides the log that a kept answer depends on. Front ends with
     # equal digests can continue each other's answers. Empty: answers are not kept.
     answers: str = ""

@@ -186,7 +186,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class RequestIds(logging.Filter):
-    """Give each line of the access log the id of its request: that of its first one in the engine.
+    """Give each line of the access log the id of its request: that of its first one in the engine. Drop the
+    lines of probes: an edge's come each second.
 
     uvicorn logs a response when it begins, in the request's own context.
     """
@@ -195,7 +196,9 @@ class RequestIds(logging.Filter):
         """Set `request_id`; see logging.Filter."""
         account = account_of_task.get()
         record.request_id = "" if account is None else account.request_id
-        return True
+        # Client, method, path, version and status.
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        return (*arguments[2:3], *arguments[4:5]) != ("/health", 200)
 
 
 def show_request_ids() -> None:

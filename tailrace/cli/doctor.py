@@ -15,14 +15,15 @@ import click
 from tailrace.address import parse_address
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, address_option, connect, given_tls
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem
-from tailrace.cli.fleet_file import file_option, host_of, options_of, read_fleet_file, require_alone
+from tailrace.cli.fleet_file import file_option, host_of, options_of, plans, read_fleet_file, require_alone
 from tailrace.cli.line_check import refusal
 from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.tables import instance_word
+from tailrace.fleet.hosts import ANYWHERE, endpoints
 from tailrace.fleet.hosts import admin as admin_address
-from tailrace.fleet.hosts import endpoints
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.options import ClusterOptions
+from tailrace.local.plan import Tier
 from tailrace.local.ports import LOOPBACK
 from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, vllm_version
 from tailrace.local.state import RunFolder, RunState, find_state
@@ -74,16 +75,23 @@ def doctor(
         require_alone("on", "output", "admin", "tls")
         source = read_fleet_file(file)
         fleet, options, name = source.fleet, options_of(source), host_of(source, on)
-        model, ranks = options.model, options.ranks
+        models, edge, reached = [*options.models], bool(options.edge), True
+        if name:
+            plan = plans(source, options, ANYWHERE)[name]
+            here = {part.option("--model") for part in plan.parts}
+            models = [each for each in models if each.model in here]
+            edge = bool(plan.tier(Tier.EDGE))
+            reached = edge or (bool(plan.tier(Tier.FRONTEND)) and not options.edge)
+        model, ranks = (models[0].model, max(each.ranks for each in models)) if models else ("", 1)
         # Of users' addresses and keys the file has been checked as a whole.
-        served = [replace(each, frontend_arguments=("--insecure",)) for each in options.models]
-        http = parse_address(options.edge or source.fleet.model.http)
+        served = [replace(each, frontend_arguments=("--insecure",)) for each in models]
+        http = parse_address(fleet.http or fleet.model.http) if reached else None
         etcd = ",".join(endpoints(fleet)) if name else ""
         api_keys = source.beside(fleet.keys) if fleet.keys else None
         admin = admin or (admin_address(fleet) if name else None)
     else:
         line = read_line(arguments)
-        model, http = line.model, (LOOPBACK, port)
+        model, http, edge = line.model, (LOOPBACK, port), False
         keys = ("--api-keys", str(api_keys)) if api_keys else ()
         users = line.last("host") or LOOPBACK
         served = [
@@ -102,6 +110,7 @@ def doctor(
         ranks=max(1, ranks),
         # A cluster that runs here has it.
         http=None if cluster is not None else http,
+        edge=edge,
         etcd=tuple(etcd.split(",")) if etcd else (),
         certificates=given_tls(),
         api_keys=api_keys,

@@ -69,10 +69,9 @@ def options_of(file: FleetFile) -> ClusterOptions:
     """Return the options that follow from the file for all hosts, or for this machine. Raise UsageProblem."""
     fleet = file.fleet
     options = common_options(file)
-    if fleet.hosts:
-        return options
-    keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys else ()
-    insecure = ("--insecure",) if fleet.insecure else ()
+    # Of several hosts, tailrace/fleet/hosts.py says what each has.
+    keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys and not fleet.hosts else ()
+    insecure = ("--insecure",) if fleet.insecure and not fleet.hosts else ()
     words = _part_names(fleet)
     models = []
     for number, model in enumerate(fleet.models):

@@ -69,8 +69,6 @@ def render(kind: str, file: Path, out: Path | None, folder: Path) -> None:
     """
     source = read_fleet_file(file)
     fleet = source.fleet
-    if fleet.http:
-        raise UsageProblem(f"{file}: http: one address for several models is for one machine so far")
     out = out or Path({"kubernetes": "kubernetes", "helm": "chart"}.get(kind, "hosts"))
     keys = source.beside(fleet.keys) if fleet.keys else None
     if keys is not None:

@@ -45,6 +45,7 @@ from tailrace.local.requirements import (
     Missing,
     loses_precision,
     require_installed,
+    require_proxy,
     visible_gpus,
     vllm_version,
 )
@@ -255,13 +256,19 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
     """Plan the parts on this machine, and check the requirements that are known in advance."""
     try:
         plan = plan_here(options, folder, file, host)
-        if plan.tier(Tier.WORKER) or plan.tier(Tier.FRONTEND):
-            for model in options.models:
+        here = {part.option("--model") for part in plan.parts}
+        for model in options.models:
+            if model.model in here:
                 require_files(model.model, model.line.flags)
                 require_installed(model, lambda text: note(f"tailrace up: {text}"))
-                _check_line(model)
-        if plan.tier(Tier.FRONTEND):
-            require_free(*(parse_address(options.edge) if options.edge else (options.host, options.port)))
+                # Of users' addresses and keys a host's file has been checked as a whole.
+                given = (*model.frontend_arguments, *(("--insecure",) if host else ()))
+                _check_line(replace(model, frontend_arguments=given))
+        if plan.tier(Tier.EDGE):
+            require_proxy()
+            require_free(*parse_address(options.edge))
+        elif plan.tier(Tier.FRONTEND) and not options.edge:
+            require_free(options.host, options.port)
         shutil.rmtree(folder.data, ignore_errors=True)
         for data in (folder.data, folder.kept):
             data.mkdir(parents=True, exist_ok=True)
@@ -322,7 +329,8 @@ async def _run(
             simulated=options.engine is Engine.SIMULATED,
             chat="chat_template" in options.line.flags or has_chat_template(options.model),
             given=click.get_current_context().meta[GIVEN],
-            asks_for_key="api_key" in options.line.flags or "--api-keys" in options.frontend_arguments,
+            asks_for_key="api_key" in options.line.flags
+            or any(part.option("--api-keys") for part in plan.parts),
         )
 
 

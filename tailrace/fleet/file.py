@@ -47,6 +47,8 @@ Objectives = dict[str, float | str]
 _ADDRESS: Final = r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
 # Flags for which the file has fields.
 _FIELDS: Final = {"host": "http", "model": "model", "model-tag": "model", "port": "http"}
+# Flags for HTTPS of an API server.
+_HTTPS: Final = r"^(--)?ssl[-_]"
 # No process can get these, and no file can hold them.
 _UNWRITABLE: Final = re.compile("[\0\ud800-\udfff]")
 Flags = dict[
@@ -133,7 +135,10 @@ class Model(_Section, frozen=True):
     frontends: Annotated[
         Annotated[int, Meta(ge=1, le=FRONTENDS_MAX)]
         | dict[Name, Annotated[int, Meta(ge=0, le=FRONTENDS_MAX)]],
-        Meta(description="Number of front ends on the first control host, or by host; they share the port."),
+        Meta(
+            description="Number of front ends on the first control host, or that of edges, or by host; they "
+            "share the port."
+        ),
     ] = 1
     http: Annotated[str, Meta(description="HOST:PORT of the OpenAI API on each host with front ends.")] = (
         f"{_DEFAULTS.host}:{_DEFAULTS.port}"
@@ -246,13 +251,15 @@ class Kubernetes(_Section, frozen=True):
 class Fleet(_Section, frozen=True):
     """A deployment: one cluster."""
 
-    models: Annotated[
-        list[Model], Meta(min_length=1, max_length=16, description="Several need http, and one machine.")
-    ]
+    models: Annotated[list[Model], Meta(min_length=1, max_length=16, description="Several need http.")]
     http: Annotated[
         str,
         Meta(description="HOST:PORT of an edge: one address for all models."),
     ] = ""
+    edges: Annotated[
+        list[Name],
+        Meta(max_length=16, description="Hosts of an edge on http. Without: the first control host."),
+    ] = []
     cluster: Annotated[Name, Meta(description="Name of the cluster; several can share an etcd.")] = "default"
     hosts: Annotated[
         dict[Name, Host], Meta(description="The machines by name. Without: this machine alone, on loopback.")
@@ -422,6 +429,7 @@ def _check(fleet: Fleet) -> None:
     hosts = fleet.hosts
     for field, names in (
         ("control", fleet.control),
+        ("edges", fleet.edges),
         *((f"models[{at}].replicas", _names(each.replicas)) for at, each in enumerate(fleet.models)),
         *((f"models[{at}].frontends", _names(each.frontends)) for at, each in enumerate(fleet.models)),
         ("etcd", [name for name in fleet.etcd if ":" not in name]),
@@ -472,15 +480,17 @@ def _check_models(fleet: Fleet) -> None:
                 "model's"
             )
     if not fleet.http:
+        if fleet.edges:
+            raise FleetError("edges: they need http, HOST:PORT of the address for all models")
         return
-    if fleet.hosts:
-        raise FleetError(
-            "http: an edge on several machines is not started from the file so far: tailrace serve edge"
-        )
     names: dict[str, int] = {}
     for at, each in enumerate(fleet.models):
         if each.http != Model(model="").http:
             raise FleetError(f"models[{at}].http: {fleet.http} is the address of all models")
+        if tls := [name for name in each.flags if re.match(_HTTPS, name)]:
+            raise FleetError(f"models[{at}].flags: {tls[0]}: users reach the edge, not the front ends")
+        if fleet.keys and each.front is Front.RUST:
+            raise FleetError(f"models[{at}].front: vllm-rs knows no keys of tenants: python")
         first = names.setdefault(each.served_name, at)
         if first != at:
             raise FleetError(

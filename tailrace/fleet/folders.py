@@ -20,6 +20,7 @@ from tailrace.fleet.hosts import (
     METRICS_ABOVE,
     Installation,
     control_hosts,
+    edges,
     host_plan,
     members,
     ports,
@@ -44,7 +45,7 @@ SCRAPER: Final = Identity(Role.TELEMETRY, "prometheus")
 _ETC: Final = "/etc/tailrace"
 _DATA: Final = "/var/lib/tailrace"
 _PROGRAMS: Final = "/opt/tailrace/bin"
-_STOP_S: Final = {"frontend": 330, "migration": 75, "worker": 90}
+_STOP_S: Final = {"frontend": 330, "edge": 330, "migration": 75, "worker": 90}
 _OTHERS_STOP_S: Final = 30
 # By which start.sh knows the units that it may remove.
 _MADE: Final = "Made by tailrace render"
@@ -86,7 +87,7 @@ def systemd(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
         "firewall.nft": _firewall(fleet, plan, host),
         "start.sh": _START_UNITS,
     }
-    return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
+    return HostFolder(files, _identities(fleet, plan), _needs_keys(plan))
 
 
 def processes(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
@@ -101,7 +102,7 @@ def processes(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
     # `tailrace up` sets policy and SLO, and looks whether each part is ready.
     operator = [OPERATOR] if fleet.tls else []
     root = [ETCD_ROOT] if fleet.tls and host in [*members(fleet)][:1] else []
-    return HostFolder(files, [*_identities(fleet, plan), *operator, *root], bool(plan.tier(Tier.FRONTEND)))
+    return HostFolder(files, [*_identities(fleet, plan), *operator, *root], _needs_keys(plan))
 
 
 def compose(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
@@ -115,7 +116,7 @@ def compose(fleet: Fleet, options: ClusterOptions, host: str) -> HostFolder:
         "firewall.nft": _firewall(fleet, plan, host),
         "start.sh": _START_CONTAINERS,
     }
-    return HostFolder(files, _identities(fleet, plan), bool(plan.tier(Tier.FRONTEND)))
+    return HostFolder(files, _identities(fleet, plan), _needs_keys(plan))
 
 
 def _installed(fleet: Fleet, tailrace: str, etcd: str) -> Installation:
@@ -159,6 +160,10 @@ def _job(kind: str, targets: Sequence[Mapping[str, Any]], tls: bool) -> dict[str
             "server_name": server_name(Role(kind)),
         }
     return job
+
+
+def _needs_keys(plan: Plan) -> bool:
+    return bool(plan.tier(Tier.FRONTEND) or plan.tier(Tier.EDGE))
 
 
 def _identities(fleet: Fleet, plan: Plan) -> list[Identity]:
@@ -267,12 +272,11 @@ def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
 
 def _firewall(fleet: Fleet, plan: Plan, host: str) -> str:
     """Return nftables' rules for the ports of Tailrace alone; all others stay as they are."""
-    own, users = ports(fleet, plan, host)
-    others = [each.address for name, each in fleet.hosts.items() if name != host]
-    by_family = {
-        "ip6": [address for address in others if ":" in address],
-        "ip": [address for address in others if ":" not in address],
-    }
+    here = ports(fleet, plan, host)
+    others = {name: each.address for name, each in fleet.hosts.items() if name != host}
+    with_edges = [others[name] for name in edges(fleet) if name in others]
+    allowed = [*_accept([*others.values()], here.own), *_accept(with_edges, here.behind)]
+    own = ", ".join([*here.own, *here.behind])
     lines = [
         "# nft -f firewall.nft: only the fleet's hosts reach its ports. Add the operators' addresses, and",
         "# Prometheus's. Other ports stay as they are. Loaded again, it takes the place of what was loaded.",
@@ -283,14 +287,22 @@ def _firewall(fleet: Fleet, plan: Plan, host: str) -> str:
         "    type filter hook input priority filter; policy accept;",
         '    iif "lo" accept',
     ]
-    if users:
-        lines.append(f"    tcp dport {{ {', '.join(users)} }} accept")
-    for family, addresses in by_family.items():
-        if addresses:
-            lines.append(
-                f"    {family} saddr {{ {', '.join(addresses)} }} tcp dport {{ {', '.join(own)} }} accept"
-            )
-    return "\n".join([*lines, f"    tcp dport {{ {', '.join(own)} }} drop", "  }", "}", ""])
+    if here.users:
+        lines.append(f"    tcp dport {{ {', '.join(here.users)} }} accept")
+    return "\n".join([*lines, *allowed, f"    tcp dport {{ {own} }} drop", "  }", "}", ""])
+
+
+def _accept(addresses: Sequence[str], to: Sequence[str]) -> list[str]:
+    """Return the rules that let these addresses reach these ports."""
+    by_family = {
+        "ip6": [address for address in addresses if ":" in address],
+        "ip": [address for address in addresses if ":" not in address],
+    }
+    return [
+        f"    {family} saddr {{ {', '.join(each)} }} tcp dport {{ {', '.join(to)} }} accept"
+        for family, each in by_family.items()
+        if each and to
+    ]
 
 
 _START_UNITS: Final = f"""\

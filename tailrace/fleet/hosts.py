@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Final
 
 from tailrace.address import format_address, is_ip, listen_address, parse_address
 from tailrace.fleet.file import WORKERS_MAX, Fleet, FleetError, Host
 from tailrace.local.certificates import certificate_folder, span_certificates
-from tailrace.local.options import ClusterOptions
+from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.plan import PartSpec, Plan, Tier, environment_of, frontend_part, worker_part
+from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.options import exposed
 from tailrace.security.roles import Role
 from tailrace.service.etcd import CLIENT_PORT, PEER_PORT, Member, member_command
+from tailrace.service.vllm_line import VllmLine
 
 METRICS_ABOVE: Final = 2000
 """A service's metrics are on its own port plus this."""
 PORTS: Final = {"scheduler": 7101, "monitor": 7102, "migration": 7103, "frontend": 7104, "worker": 7105}
 """gRPC ports of the services, of the first one of a kind on a host."""
-_FURTHER_FRONTENDS: Final = 7190
+_EDGE: Final = 7185
+# The second front end of a host is one above.
+_FURTHER_FRONTENDS: Final = 7185
+_FRONTENDS_MAX: Final = 20
 STREAM_PORT: Final = 7205
 """Of the message streams of a host's first worker."""
 KV_PORT: Final = 7300
@@ -29,6 +35,8 @@ KV_PORT: Final = 7300
 _KV_EACH: Final = 8
 # Of all services; their metrics are above.
 _OWN: Final = range(7101, KV_PORT + _KV_EACH * WORKERS_MAX)
+HTTP_PORT: Final = 8101
+"""Of a host's first front end behind an edge; those of the others follow."""
 _ETCD_TIMEOUT_S: Final = 600.0
 
 
@@ -48,46 +56,84 @@ ANYWHERE: Final = Installation(["tailrace"], "etcd", "", "")
 """For plans of which only names and addresses count."""
 
 
-def replicas(fleet: Fleet, options: ClusterOptions) -> dict[str, int]:
-    """Return the number of the model's instances on each host.
+def replicas(fleet: Fleet, options: ClusterOptions) -> list[dict[str, int]]:
+    """Return the number of each model's instances on each host.
 
     Raise FleetError if GPUs are too few, or the ports of a host for its instances.
     """
-    spread = _spread(fleet, options)
-    for name, count in spread.items():
-        if count > WORKERS_MAX:
+    models, several = options.models, len(fleet.models) > 1
+    free = {name: host.gpus for name, host in fleet.hosts.items()}
+    spread: list[dict[str, int]] = [{} for _ in models]
+    # First those that say where, then those that say how many; the others share what these leave.
+    kinds = [isinstance(model.replicas, Mapping) + 2 * (model.number is not None) for model in fleet.models]
+    order = [at for kind in (1, 2, 0) for at in range(len(models)) if kinds[at] == kind]
+    for done, at in enumerate(order):
+        sharing = 1 if kinds[at] else len(order) - done
+        shares = {name: gpus // sharing for name, gpus in free.items()}
+        spread[at] = _spread(fleet, at, models[at], shares)
+        if several and models[at].engine is Engine.VLLM:
+            free = {name: gpus - spread[at][name] * models[at].ranks for name, gpus in free.items()}
+    for name, host in fleet.hosts.items():
+        total = 0
+        for at, each in enumerate(spread):
+            total += each[name]
+            if total > WORKERS_MAX:
+                raise FleetError(
+                    f"models[{at}].replicas: {total} of them would be on host {name}, "
+                    f"which has ports for {WORKERS_MAX}"
+                )
+        if several and host.gpus and free[name] < 0:
+            last = max(at for at in order if spread[at][name] and models[at].engine is Engine.VLLM)
             raise FleetError(
-                f"models[0].replicas: {count} of them would be on host {name}, "
-                f"which has ports for {WORKERS_MAX}"
+                f"models[{last}].replicas: host {name} has {host.gpus} GPUs, and with it the models' "
+                f"instances there take {host.gpus - free[name]}: say how many are on which host"
             )
     return spread
 
 
-def _spread(fleet: Fleet, options: ClusterOptions) -> dict[str, int]:
-    given = fleet.model.replicas
+def _spread(fleet: Fleet, at: int, options: ClusterOptions, gpus: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of a model's instances on each host. `gpus`: those that it may take."""
+    given = fleet.models[at].replicas
     if isinstance(given, Mapping):
         return {name: given.get(name, 0) for name in fleet.hosts}
-    places = {name: host.gpus // options.ranks for name, host in fleet.hosts.items()}
+    places = {name: max(0, number) // options.ranks for name, number in gpus.items()}
     if not any(places.values()):
-        if any(host.gpus for host in fleet.hosts.values()):
-            raise FleetError(f"hosts: an instance takes {options.ranks} GPUs, and no host has as many")
+        if any(host.gpus for host in fleet.hosts.values()) and options.engine is Engine.VLLM:
+            problem = f"an instance takes {options.ranks} GPUs, and no host has as many"
+            left = " left" if len(fleet.models) > 1 else ""
+            raise FleetError(f"models[{at}].replicas: {problem}{left}")
         places = dict.fromkeys(fleet.hosts, 1)
     if given is None:
         return places
     shares = dict.fromkeys(places, 0)
-    free = [name for name, count in places.items() if count]
+    free = [name for name, number in places.items() if number]
     for _ in range(given):
         # To the host whose places are used least.
         shares[min(free, key=lambda name: shares[name] / places[name])] += 1
     return shares
 
 
-def frontends(fleet: Fleet) -> dict[str, int]:
-    """Return the number of front ends on each host."""
-    given = fleet.model.frontends
-    if isinstance(given, Mapping):
-        return {name: given.get(name, 0) for name in fleet.hosts}
-    return {name: given if name == control_hosts(fleet)[0] else 0 for name in fleet.hosts}
+def frontends(fleet: Fleet) -> list[dict[str, int]]:
+    """Return the number of each model's front ends on each host. Raise FleetError if a host has too many."""
+    first = edges(fleet)[0] if fleet.http else control_hosts(fleet)[0]
+    spread = []
+    for model in fleet.models:
+        given = model.frontends if isinstance(model.frontends, Mapping) else {first: model.frontends}
+        spread.append({name: given.get(name, 0) for name in fleet.hosts})
+    for name in fleet.hosts:
+        total = sum(each[name] for each in spread)
+        if total > _FRONTENDS_MAX:
+            last = max(at for at, each in enumerate(spread) if each[name])
+            raise FleetError(
+                f"models[{last}].frontends: {total} front ends would be on host {name}, "
+                f"which has ports for {_FRONTENDS_MAX}"
+            )
+    return spread
+
+
+def edges(fleet: Fleet) -> list[str]:
+    """Return the hosts of an edge; none if users reach the front ends themselves."""
+    return (fleet.edges or control_hosts(fleet)[:1]) if fleet.http else []
 
 
 def control_hosts(fleet: Fleet) -> list[str]:
@@ -117,14 +163,10 @@ def admin(fleet: Fleet) -> str:
 def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Installation) -> Plan:
     """Plan what a host runs. `options`: those that follow from the file for all hosts."""
     host = fleet.hosts[name]
-    here = replace(
-        options,
-        workers=replicas(fleet, options)[name],
-        frontends=frontends(fleet)[name],
-        gpus=tuple(str(number) for number in range(host.gpus)),
-    )
-    if here.frontends:
-        _check_http(fleet, name)
+    models = _models_here(fleet, options, name)
+    users = fleet.http or fleet.model.http
+    if name in edges(fleet) or (not fleet.http and models[0].frontends):
+        _check_http(fleet, name, users)
     service = _service_of(fleet, host, name, installed)
     parts = [*_etcd(fleet, name, installed)]
     journal = f"{installed.data}/migrations.jsonl"
@@ -135,38 +177,85 @@ def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Insta
             service("scheduler", f"scheduler-{name}", Tier.CONTROL),
         ]
     parts += [
-        worker_part(here, service, f"worker-{name}", range(number, number + 1))
-        for number in range(here.workers)
+        worker_part(model, service, f"{model.prefix}worker-{name}", range(number, number + 1))
+        for model in models
+        for number in range(model.workers)
     ]
-    keys = ["--api-keys", installed.keys] if installed.keys else []
-    with_keys = replace(here, frontend_arguments=(*here.frontend_arguments, *keys))
-    parts += [
-        frontend_part(with_keys, service, f"frontend-{name}-{number}", fleet.model.http)
-        for number in range(here.frontends)
-    ]
+    keys = ("--api-keys", installed.keys) if installed.keys else ()
+    behind = count(HTTP_PORT)
+    for model in models:
+        for number in range(model.frontends):
+            # Each has its own: of those that share a port, one that hangs would get its share.
+            http = format_address(listen_address(host.address), next(behind)) if fleet.http else users
+            member = f"{model.prefix}frontend-{name}-{number}"
+            own = replace(model, frontend_arguments=(*model.frontend_arguments, *keys))
+            if fleet.http and fleet.tls:
+                own = replace(own, line=_for_edges(own, installed.certificates, member))
+            parts.append(frontend_part(own, service, member, http))
+    if name in edges(fleet):
+        edge = service("edge", f"edge-{name}", Tier.EDGE, "--http", users, *keys)
+        parts.append(replace(edge, http=f"http://{_reached(host, users)}"))
     monitor = _at(fleet.hosts[control_hosts(fleet)[0]], PORTS["monitor"])
     return Plan(
         parts=parts,
         environment=environment_of(options, monitor),
         admin=admin(fleet),
-        http=f"{options.scheme}://{_users_address(fleet)}",
+        http=f"{'http' if fleet.http else options.scheme}://{_users_address(fleet)}",
         etcd=",".join(endpoints(fleet)),
         certificates=installed.certificates if fleet.tls else "",
         cluster=fleet.cluster,
     )
 
 
-def _check_http(fleet: Fleet, name: str) -> None:
-    """Raise FleetError if the front ends of a host cannot listen where users are to reach them."""
-    listen, port = parse_address(fleet.model.http)
+def _models_here(fleet: Fleet, options: ClusterOptions, name: str) -> list[ClusterOptions]:
+    """Return each model's options on a host: how many workers and front ends it has there, and which GPUs."""
+    gpus = [str(number) for number in range(fleet.hosts[name].gpus)]
+    spread = zip(options.models, replicas(fleet, options), frontends(fleet), strict=True)
+    models = [
+        replace(model, workers=workers[name], frontends=front_ends[name], others=(), earlier_workers=0)
+        for model, workers, front_ends in spread
+    ]
+    # Devices, or on CPUs threads, that all engines of the host share.
+    engines = {at: model.workers * model.ranks for at, model in enumerate(models) if _computes(model)}
+    total, taken = sum(engines.values()), 0
+    for at, ranks in engines.items():
+        if len(engines) > 1:
+            own = gpus[taken : taken + ranks]
+            cores = max(1, options.cores * ranks // total) if options.cores else 0
+        else:
+            own, cores = gpus, options.cores
+        models[at] = replace(models[at], gpus=tuple(own), cores=cores, all_workers=models[at].workers)
+        taken += ranks
+    return models
+
+
+def _computes(model: ClusterOptions) -> bool:
+    return model.engine is Engine.VLLM and bool(model.workers)
+
+
+def _for_edges(options: ClusterOptions, certificates: str, member: str) -> VllmLine:
+    """Return a front end's line with HTTPS by its own certificate, for whoever has one of this cluster."""
+    folder = certificate_folder(certificates, Role.FRONTEND.value, member)
+    own = ["--ssl-certfile", f"{folder}/{CERTIFICATE}", "--ssl-keyfile", f"{folder}/{KEY}"]
+    others = ["--ssl-ca-certs", f"{folder}/{AUTHORITIES}", "--ssl-cert-reqs", "2"]
+    # vllm-rs refuses it, and reads the files at startup only.
+    renewal = ["--enable-ssl-refresh"] if options.front is Front.PYTHON else []
+    return options.line.adding(*own, *others, *renewal)
+
+
+def _check_http(fleet: Fleet, name: str, http: str) -> None:
+    """Raise FleetError if the front ends or the edge of a host cannot listen where users are to reach
+    them."""
+    listen, port = parse_address(http)
     host = fleet.hosts[name]
-    known = listen in (host.address, "0.0.0.0", "::") or not exposed([fleet.model.http])
+    field, what = ("http", "an edge") if fleet.http else ("models[0].http", "front ends")
+    known = listen in (host.address, "0.0.0.0", "::") or not exposed([http])
     if not known and is_ip(listen) and is_ip(host.address):
-        raise FleetError(
-            f"models[0].http: {listen} is no address of host {name}, which has front ends; 0.0.0.0 is any"
-        )
-    if port in (CLIENT_PORT, PEER_PORT) or any(port - above in _OWN for above in (0, METRICS_ABOVE)):
-        raise FleetError(f"models[0].http: port {port} is one of Tailrace's own ports")
+        raise FleetError(f"{field}: {listen} is no address of host {name}, which has {what}; 0.0.0.0 is any")
+    behind = range(HTTP_PORT, HTTP_PORT + _FRONTENDS_MAX) if fleet.http else ()
+    own = port in behind or any(port - above in _OWN for above in (0, METRICS_ABOVE))
+    if own or port in (CLIENT_PORT, PEER_PORT):
+        raise FleetError(f"{field}: port {port} is one of Tailrace's own ports")
 
 
 def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) -> Callable[..., PartSpec]:
@@ -189,8 +278,7 @@ def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) ->
             folder = certificate_folder(installed.certificates, kind, member)
             command += ["--tls", folder]
             environment = span_certificates(folder)
-        else:
-            command.append("--insecure")
+        command += ["--insecure"] if fleet.insecure else []
         if kind == "worker":
             first = KV_PORT + _KV_EACH * number
             command += [
@@ -226,10 +314,22 @@ def _etcd(fleet: Fleet, name: str, installed: Installation) -> Iterator[PartSpec
         yield PartSpec(own.name, Tier.ETCD, command, own.client, role=role, timeout_s=_ETCD_TIMEOUT_S)
 
 
-def ports(fleet: Fleet, plan: Plan, name: str) -> tuple[list[str], list[str]]:
-    """Return the TCP ports of a host for the other hosts and operators, and those for users, as nftables
-    writes them."""
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The TCP ports of a host, as nftables writes them."""
+
+    # For the other hosts and operators.
+    own: list[str]
+    # Of front ends, for the hosts with edges.
+    behind: list[str]
+    users: list[str]
+
+
+def ports(fleet: Fleet, plan: Plan, name: str) -> Ports:
+    """Return the ports of a host."""
     own: list[str] = []
+    behind: list[str] = []
+    users: dict[str, None] = {}
     for part in plan.parts:
         port = parse_address(part.address)[1]
         if part.tier is Tier.ETCD:
@@ -238,24 +338,36 @@ def ports(fleet: Fleet, plan: Plan, name: str) -> tuple[list[str], list[str]]:
             own += [str(port), str(port + METRICS_ABOVE)]
         if part.tier is Tier.WORKER:
             own += [part.option("--stream-port"), part.option("--kv-ports")]
-    users = [str(parse_address(fleet.model.http)[1])] if plan.tier(Tier.FRONTEND) else []
-    return own, users
+        http = part.option("--http")
+        if fleet.http and part.tier is Tier.FRONTEND:
+            behind.append(str(parse_address(http)[1]))
+        elif http:
+            users[str(parse_address(http)[1])] = None
+    return Ports(own, behind, [*users])
 
 
 def _port(kind: str, number: int) -> int:
     if kind == "worker":
         return PORTS[kind] + number
+    if kind == "edge":
+        return _EDGE
     if kind == "frontend" and number:
         return _FURTHER_FRONTENDS + number
     return PORTS[kind]
 
 
 def _users_address(fleet: Fleet) -> str:
-    """Return HOST:PORT at which users reach the first front end."""
-    first = next((name for name, count in frontends(fleet).items() if count), control_hosts(fleet)[0])
-    listen, port = parse_address(fleet.model.http)
-    wildcard = listen in ("0.0.0.0", "::")
-    return _at(fleet.hosts[first], port) if wildcard else fleet.model.http
+    """Return HOST:PORT at which users reach the first edge or front end."""
+    if fleet.http:
+        return _reached(fleet.hosts[edges(fleet)[0]], fleet.http)
+    first = next((name for name, count in frontends(fleet)[0].items() if count), control_hosts(fleet)[0])
+    return _reached(fleet.hosts[first], fleet.model.http)
+
+
+def _reached(host: Host, http: str) -> str:
+    """Return HOST:PORT at which users reach what listens there."""
+    listen, port = parse_address(http)
+    return _at(host, port) if listen in ("0.0.0.0", "::") else http
 
 
 def _at(host: Host, port: int) -> str:

@@ -158,6 +158,11 @@ def objects(
 def require_possible(fleet: Fleet, options: ClusterOptions) -> None:
     """Raise FleetError, which names the field."""
     model, own = fleet.model, fleet.kubernetes
+    if fleet.http:
+        raise FleetError(
+            "http: one address for several models is for machines of yours so far: a file and a namespace "
+            "for each model here, and a gateway before them"
+        )
     if fleet.hosts:
         raise FleetError("hosts: Kubernetes chooses the machines: leave hosts out")
     if model.number is None:

@@ -20,7 +20,7 @@ from typing import Final
 
 from tailrace import TESTED_VLLM
 from tailrace.local.ports import PortUnavailable, require_free
-from tailrace.local.requirements import INSTALL_VLLM, ucxx_version, vllm_version
+from tailrace.local.requirements import INSTALL_VLLM, Missing, require_proxy, ucxx_version, vllm_version
 from tailrace.model_folder import ModelFolderError, require_model, require_tokenizer
 from tailrace.security.credentials import UnusableCredentials, read_credentials
 from tailrace.tenancy.file import KeyFileUnusable, read_keys, readers_problem
@@ -72,6 +72,8 @@ class Host:
     # Devices of each worker.
     ranks: int = 1
     http: tuple[str, int] | None = None
+    # Whether an edge is to run here.
+    edge: bool = False
     etcd: tuple[str, ...] = ()
     certificates: Path | None = None
     api_keys: Path | None = None
@@ -103,6 +105,17 @@ def _packages(host: Host) -> Iterator[Finding]:
     yield (
         ok("UCX", transport) if transport else Finding("UCX", Verdict.PROBLEM, "ucxx is not installed", mend)
     )
+
+
+def _proxy(host: Host) -> Iterator[Finding]:
+    if not host.edge:
+        return
+    try:
+        require_proxy()
+    except Missing as error:
+        yield Finding("edge", Verdict.PROBLEM, str(error), "install it, or put envoy on PATH")
+    else:
+        yield ok("edge", "Envoy is installed")
 
 
 def _devices(host: Host) -> Iterator[Finding]:
@@ -321,6 +334,7 @@ def _environment(host: Host) -> Iterator[Finding]:
 
 _CHECKS: Final[tuple[Callable[[Host], Iterator[Finding]], ...]] = (
     _packages,
+    _proxy,
     _devices,
     _model,
     _limits,

@@ -168,7 +168,7 @@ def make_plan(
     # Each with what the names of its control services begin with.
     clusters = {options.cluster: ""} | {model.own.name: model.prefix for model in options.models if model.own}
     services = len(clusters) * (2 + options.schedulers) + len(groups) + frontends + bool(options.edge)
-    behind = len(options.models) if options.edge else 0
+    behind = frontends if options.edge else 0
     etcd_port, *ports = free_ports(1 + 2 * services + behind + options.console)
     etcd = f"{LOOPBACK}:{etcd_port}"
     certificates = f"{data}/certs" if options.tls else ""
@@ -232,8 +232,9 @@ def make_plan(
     ]
     http = options.edge or f"{options.host}:{options.port}"
     for model in options.models:
-        listen = next(addresses) if options.edge else http
         for number in range(model.frontends):
+            # An edge sees of each whether it answers.
+            listen = next(addresses) if options.edge else http
             name = _numbered(f"{model.prefix}frontend", number, model.frontends)
             parts.append(frontend_part(model, services_of[model.prefix], name, listen))
     if options.edge:

@@ -13,6 +13,7 @@ from tailrace.local.certificates import OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
+from tailrace.security.credentials import CERTIFICATE, KEY
 from tailrace.security.roles import Identity, Role
 from tailrace.security.transport import PLAIN, TlsTransport, Transport
 from tailrace.service.etcd import check_etcd
@@ -100,4 +101,8 @@ def _check(spec: PartSpec, transport: Transport) -> None:
     check_grpc(spec.address, "", _TIMEOUT_S, transport, role)
     if spec.http:
         # This path needs no API key. Whoever signed the certificate of users' port, the port is ours.
-        check_http(f"{spec.http}/health", _TIMEOUT_S, ssl._create_unverified_context())
+        context = ssl._create_unverified_context()
+        if isinstance(transport, TlsTransport):
+            # Behind an edge, it asks for a certificate of this cluster.
+            context.load_cert_chain(transport.folder.path / CERTIFICATE, transport.folder.path / KEY)
+        check_http(f"{spec.http}/health", _TIMEOUT_S, context)

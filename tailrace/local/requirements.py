@@ -44,10 +44,14 @@ def require_installed(options: ClusterOptions, say: Callable[[str], None]) -> No
             vllm_rs.fetch(vllm_rs.beside_python(), say)
         except vllm_rs.NotFetched as error:
             raise Missing(f"{error} (or use --front python)") from error
-    if options.edge and find_spec("envoy") is None and shutil.which("envoy") is None:
-        raise Missing("Envoy, the proxy of an edge, is not installed: pip install 'tailrace[edge]'")
     if not ucxx_version():
         raise Missing("ucxx, the KV transport, is not installed: pip install 'tailrace[simulated]'")
+
+
+def require_proxy() -> None:
+    """Raise Missing if there is no proxy for an edge."""
+    if find_spec("envoy") is None and shutil.which("envoy") is None:
+        raise Missing("Envoy, the proxy of an edge, is not installed (pip install 'tailrace[edge]')")
 
 
 def vllm_version() -> str:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tailrace.tiny import MODEL_PATH
-from tests.fleet.files import PODS, TWO_HOSTS, changed
+from tests.fleet.files import BEHIND_EDGES, PODS, TWO_HOSTS, changed
 from tests.harness.processes import FAST_FRONT, wait_until
 from tests.harness.rollouts import Load
 from tests.harness.working_folder import WorkingFolder
@@ -129,6 +129,24 @@ def test_keys_that_front_ends_cannot_read_are_not_handed_out(
     assert not (here.path / "made").exists()
 
 
+@pytest.mark.parametrize("kind", ["systemd", "compose", "processes"])
+def test_a_folder_has_what_an_edge_needs(here: FleetFolder, kind: str) -> None:
+    content = changed(BEHIND_EDGES, "models.0.frontends", {"b": 1})
+    (here.path / "fleet.yaml").write_text(yaml.safe_dump(content))
+    (here.path / "keys.json").write_text('{"tenants": [], "keys": []}')
+    result = here.tailrace("render", kind, "-f", "fleet.yaml", "--out", "made")
+    assert result.returncode == 0, result.stderr
+    # On host a there is no front end.
+    own = here.path / "made" / "a"
+    assert (own / "keys.json").exists()
+    assert (own / "tls/issued/edge/edge-a/tls.key").exists() and not (own / "tls/issued/frontend").exists()
+    if kind == "compose":
+        service = yaml.safe_load((own / "compose.yaml").read_text())["services"]["edge-a"]
+        assert service["image"].startswith("tailrace-control:") and service["stop_grace_period"] == "330s"
+    if kind == "systemd":
+        assert "serve edge" in (own / "units/tailrace-edge-a.service").read_text()
+
+
 def test_flags_are_checked_with_the_file(here: FleetFolder) -> None:
     here.write(flags={"kv-blocks": 1})
     result = here.tailrace("config", "check", "-f", "fleet.yaml")
@@ -144,4 +162,4 @@ def test_what_no_host_can_run_is_refused(here: FleetFolder) -> None:
     (here.path / "fleet.yaml").write_text(yaml.safe_dump(content))
     result = here.tailrace("config", "check", "-f", "fleet.yaml")
     assert result.returncode == 2
-    assert "fleet.yaml: hosts: an instance takes 8 GPUs, and no host has as many" in result.stderr
+    assert "models[0].replicas: an instance takes 8 GPUs, and no host has as many" in result.stderr

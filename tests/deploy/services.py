@@ -9,6 +9,7 @@ from typing import Final
 
 import click
 
+from edge_svc.main import Settings as EdgeSettings
 from frontend_svc.settings import Settings
 from migration_svc.migration import CopyRules
 from migration_svc.slots import MigrationSlots
@@ -22,6 +23,7 @@ from worker_agent.settings import WorkerSettings
 _CLOSE_S: Final = 15.0
 _DRAIN_S: Final = {
     "frontend": Settings().drain_timeout_s,
+    "edge": EdgeSettings().drain_timeout_s,
     "worker": WorkerSettings().drain_timeout_s + HANDOVER_S,
     "migration": MigrationSlots().max_wait_s + CopyRules().room_wait_s + CopyRules().timeout_s + SETTLE_S,
 }

@@ -13,7 +13,8 @@ from packaging.utils import canonicalize_name
 from tests.deploy.compose import DEPLOY
 
 PYPROJECT = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
-EXTRAS: dict[str, str | None] = {"control": None, "simulated": "simulated", "gpu": "gpu"}
+# An edge runs on any host.
+EXTRAS = {"control": ["edge"], "simulated": ["simulated", "edge"], "gpu": ["gpu", "edge"]}
 
 
 def _locked(name: str) -> dict[str, list[str]]:
@@ -29,8 +30,9 @@ def _locked(name: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", EXTRAS)
 def test_every_requirement_is_locked(name: str) -> None:
     project = PYPROJECT["project"]
-    extra = EXTRAS[name]
-    wanted = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else [])]
+    wanted = [*project["dependencies"]]
+    for extra in EXTRAS[name]:
+        wanted += project["optional-dependencies"][extra]
     locked = _locked(name)
     for text in wanted:
         requirement = Requirement(text)

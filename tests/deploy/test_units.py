@@ -28,6 +28,7 @@ def _settings(unit: Path, key: str) -> list[str]:
 
 def test_there_is_a_unit_for_every_service() -> None:
     assert [unit.name for unit in UNITS] == [
+        "tailrace-edge.service",
         "tailrace-frontend.service",
         "tailrace-migration.service",
         "tailrace-monitor.service",

@@ -1,10 +1,11 @@
-"""A fleet on two hosts, which are network namespaces, from one fleet.yaml.
+"""Fleets on two hosts, which are network namespaces, from one fleet.yaml.
 
-The tests are in two_hosts.py and run in namespaces of their own.
+The tests are in two_hosts.py and two_models.py and run in namespaces of their own.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,9 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
 
 def test_a_fleet_on_two_hosts(tmp_path: Path) -> None:
     run_inside(Path(__file__).with_name("two_hosts.py"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="keys need vLLM's Python app")
+def test_two_models_on_two_hosts(tmp_path: Path) -> None:
+    run_inside(Path(__file__).with_name("two_models.py"), tmp_path)

@@ -25,6 +25,20 @@ TWO_HOSTS = {
     "keys": "keys.json",
     "tls": True,
 }
+# Two models behind an edge on each host; the second model's front ends are on one of them.
+BEHIND_EDGES = {
+    **TWO_HOSTS,
+    "models": [
+        {
+            "model": "org/chat",
+            "replicas": 2,
+            "flags": {"served-model-name": "chat", "tensor-parallel-size": 2},
+        },
+        {"model": "org/coder", "flags": {"served-model-name": "coder"}, "frontends": {"b": 2}},
+    ],
+    "http": "0.0.0.0:8000",
+    "edges": ["a", "b"],
+}
 ONE_MACHINE = {"models": [MODEL]}
 # For Kubernetes.
 PODS = {

@@ -58,11 +58,14 @@ from tests.waiting import WAIT_S
         ("hosts.b.address", "$(reboot)", "hosts.b.address: '$(reboot)' is neither a name nor an address"),
         ("models.0.flags", {"-tp": 2}, "Expected a text matching regex"),
         ("models.0.flags", {"port": 9000}, "models[0].flags: port: models[0].http says it"),
-        ("http", "0.0.0.0:80", "http: an edge on several machines"),
         ("models.0.replicas", 0, "models[0].replicas: at least 1; none at the start needs autoscale"),
         ("models.0.autoscale", {"max": 2}, "models[0].autoscale: on several hosts nobody starts instances"),
         ("models.0.autoscale", {"mox": 2}, "models[0].autoscale: unknown field 'mox' (did you mean 'max'?)"),
         ("models.0.autoscale", {"max": 0}, "models[0].autoscale.max: Expected a whole number >= 1"),
+        ("http", "0.0.0.0:80", "models[0].http: 0.0.0.0:80 is the address of all models"),
+        ("edges", ["c"], "edges: 'c' is none of the hosts (a, b)"),
+        ("edges", ["b", "b"], "edges: a host is there twice"),
+        ("edges", ["a"], "edges: they need http"),
         (
             "models.0.flags",
             {"x": {"y": datetime.date(2020, 1, 1)}},
@@ -238,10 +241,15 @@ def test_no_engine_and_no_transport_are_needed(tmp_path: Path) -> None:
         ("models.1.policy", {"name": "pascall"}, "models[1].policy.name: "),
         ("models.1.policy", {"name": "pascal", "parameters": {"x": 1}}, "models[1].policy.parameters: "),
         ("models.1.slo", {"ttfd": "2s"}, "models[1].slo: "),
+        ("models.1.flags", {"ssl-certfile": "x"}, "models[1].flags: ssl-certfile: users reach the edge"),
+        ("models.1.front", "rust", "models[1].front: vllm-rs knows no keys of tenants: python"),
+        ("edges", ["a"], "edges: 'a' is none of the hosts (the file has none: it describes one machine)"),
     ],
 )
 def test_several_models(tmp_path: Path, place: str, value: Any, message: str) -> None:
     content = {"models": [MODEL, {"model": "/m/other"}], "http": "127.0.0.1:8080"}
+    if place == "models.1.front":
+        content["keys"] = "keys.json"
     assert [each.served_name for each in read_fleet(write(tmp_path, content)).models] == [
         "org/model",
         "/m/other",

@@ -17,7 +17,7 @@ from tailrace.fleet.folders import compose, processes, prometheus, systemd
 from tailrace.fleet.hosts import Installation, host_plan, ports, replicas
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tests.deploy.services import assert_systemd_accepts, longest_s, parse_serve
-from tests.fleet.files import TWO_HOSTS, changed, read
+from tests.fleet.files import BEHIND_EDGES, TWO_HOSTS, changed, read
 from tests.waiting import WAIT_S
 
 INSTALLED = Installation(["tailrace"], "etcd", "/data", "/tls", "/keys.json")
@@ -61,11 +61,22 @@ def test_a_host_is_found_by_the_others(tmp_path: Path) -> None:
 
 
 def test_no_port_is_used_twice(tmp_path: Path) -> None:
-    crowded = changed(changed(TWO_HOSTS, "models.0.replicas", {"a": 80}), "models.0.frontends", {"a": 8})
-    file, options = read(tmp_path, crowded)
+    models = [
+        {
+            "model": f"/m{number}",
+            "engine": "simulated",
+            "replicas": {"a": workers},
+            "frontends": {"a": fronts},
+        }
+        for number, (workers, fronts) in enumerate([(40, 8), (40, 8), (0, 4)])
+    ]
+    file, options = read(tmp_path, changed(BEHIND_EDGES, "models", models))
     plan = host_plan(file.fleet, options, "a", INSTALLED)
+    assert len(plan.parts) == 80 + 20 + 5
     used: list[int] = []
-    for text in ports(file.fleet, plan, "a")[0]:
+    found = ports(file.fleet, plan, "a")
+    assert found.users == ["8000"]
+    for text in (*found.own, *found.behind, *found.users):
         low, _, high = text.partition("-")
         used += range(int(low), int(high or low) + 1)
     assert len(set(used)) == len(used)
@@ -91,12 +102,12 @@ def test_instances_are_spread(tmp_path: Path, given: Any, ranks: int, expected: 
     content = changed(TWO_HOSTS, "models.0.flags.tensor-parallel-size", ranks)
     content = changed(content, "models.0.replicas", given) if given else content
     file, options = read(tmp_path, content)
-    assert replicas(file.fleet, options) == expected
+    assert replicas(file.fleet, options) == [expected]
 
 
 def test_more_instances_than_a_host_has_ports_for(tmp_path: Path) -> None:
     file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.replicas", 120))
-    assert replicas(file.fleet, options) == {"a": 80, "b": 40}
+    assert replicas(file.fleet, options) == [{"a": 80, "b": 40}]
     file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.replicas", 123))
     with pytest.raises(FleetError, match=r"replicas: 82 of them would be on host a, which has ports for 80"):
         replicas(file.fleet, options)
@@ -108,8 +119,10 @@ def test_an_instance_that_is_too_large(tmp_path: Path) -> None:
         replicas(file.fleet, options)
 
 
-def test_every_command_is_one_that_a_service_takes(tmp_path: Path) -> None:
-    for plan in plans(tmp_path).values():
+@pytest.mark.parametrize("content", [TWO_HOSTS, BEHIND_EDGES], ids=["one model", "edges"])
+def test_every_command_is_one_that_a_service_takes(tmp_path: Path, content: Any) -> None:
+    # The edge looks whether there are keys.
+    for plan in plans(tmp_path, content).values():
         for part in plan.parts:
             if part.tier is not Tier.ETCD:
                 parse_serve(part.command[2:])
@@ -182,15 +195,16 @@ def test_containers_are_valid(tmp_path: Path) -> None:
             assert service["read_only"] and service["cap_drop"] == ["ALL"]
 
 
-def test_prometheus_finds_every_service(tmp_path: Path) -> None:
-    file, options = read(tmp_path, TWO_HOSTS)
+@pytest.mark.parametrize("content", [TWO_HOSTS, BEHIND_EDGES], ids=["one model", "edges"])
+def test_prometheus_finds_every_service(tmp_path: Path, content: Any) -> None:
+    file, options = read(tmp_path, content)
     config = yaml.safe_load(prometheus(file.fleet, options, "groups: []")["prometheus.yml"])
     found = {
         target["labels"]["member"]: (target["targets"][0], job["scheme"])
         for job in config["scrape_configs"]
         for target in job["static_configs"]
     }
-    for plan in plans(tmp_path).values():
+    for plan in plans(tmp_path, content).values():
         for part in plan.parts:
             if part.tier is not Tier.ETCD:
                 port = option(part, "--metrics").rpartition(":")[2]
@@ -261,4 +275,123 @@ def test_a_folder_of_processes_has_its_keys_beside_the_file(tmp_path: Path) -> N
 def test_where_front_ends_cannot_listen(tmp_path: Path, http: str, message: str) -> None:
     with pytest.raises(FleetError) as caught:
         plans(tmp_path, changed(TWO_HOSTS, "models.0.http", http))
+    assert str(caught.value).startswith(message)
+
+
+def test_several_models_share_the_hosts(tmp_path: Path) -> None:
+    made = plans(tmp_path, BEHIND_EDGES)
+    gpus = {
+        part.name: part.environment.get("CUDA_VISIBLE_DEVICES", "")
+        for plan in made.values()
+        for part in plan.parts
+        if part.tier in (Tier.WORKER, Tier.FRONTEND, Tier.EDGE)
+    }
+    assert gpus == {
+        "chat-worker-a-0": "0,1",
+        "coder-worker-a-0": "2",
+        "coder-worker-a-1": "3",
+        "chat-frontend-a-0": "",
+        "edge-a": "",
+        "chat-worker-b-0": "0,1",
+        "coder-frontend-b-0": "",
+        "coder-frontend-b-1": "",
+        "edge-b": "",
+    }
+    # Each has the memory of its GPUs for itself.
+    workers = [part for plan in made.values() for part in plan.tier(Tier.WORKER)]
+    assert {option(part, "--gpu-memory-utilization") for part in workers} == {"0.900"}
+    assert made["a"].http == made["b"].http == "http://10.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((None, None, None), [{"a": 1, "b": 0}, {"a": 1, "b": 1}, {"a": 2, "b": 1}]),
+        ((None, {"a": 4}, {"b": 1}), [{"a": 0, "b": 1}, {"a": 4, "b": 0}, {"a": 0, "b": 1}]),
+        ((None, 5, {"b": 1}), "models[0].replicas: an instance takes 1 GPUs, and no host has as many left"),
+        ((None, {"a": 5}, None), "models[1].replicas: host a has 4 GPUs"),
+        ((1, {"b": 2}, {"b": 1}), "models[2].replicas: host b has 2 GPUs, and with it the models' instances"),
+    ],
+)
+def test_gpus_are_counted_over_models(tmp_path: Path, given: Any, expected: Any) -> None:
+    models = [
+        {"model": f"/m{at}", **({} if each is None else {"replicas": each})} for at, each in enumerate(given)
+    ]
+    file, options = read(tmp_path, changed(BEHIND_EDGES, "models", models))
+    if isinstance(expected, str):
+        with pytest.raises(FleetError) as caught:
+            replicas(file.fleet, options)
+        assert str(caught.value).startswith(expected)
+    else:
+        assert replicas(file.fleet, options) == expected
+
+
+def test_more_front_ends_than_a_host_has_ports_for(tmp_path: Path) -> None:
+    models = [{"model": f"/m{at}", "engine": "simulated", "frontends": 8} for at in range(3)]
+    with pytest.raises(FleetError, match=r"models\[2\].frontends: 24 front ends would be on host a, which"):
+        plans(tmp_path, changed(BEHIND_EDGES, "models", models))
+
+
+def test_front_ends_behind_edges_take_certificates(tmp_path: Path) -> None:
+    made = plans(tmp_path, BEHIND_EDGES)
+    (chat,) = made["a"].tier(Tier.FRONTEND)
+    assert (option(chat, "--http"), chat.http) == ("10.0.0.1:8101", "https://10.0.0.1:8101")
+    own = "/tls/issued/frontend/chat-frontend-a-0"
+    assert option(chat, "--ssl-certfile") == f"{own}/tls.crt"
+    assert option(chat, "--ssl-ca-certs") == f"{own}/ca.crt"
+    assert option(chat, "--ssl-cert-reqs") == "2"
+    # Each has a port of its own: an edge sees it if one hangs.
+    assert [option(part, "--http") for part in made["b"].tier(Tier.FRONTEND)] == [
+        "0.0.0.0:8101",
+        "0.0.0.0:8102",
+    ]
+    assert {
+        option(part, "--api-keys")
+        for plan in made.values()
+        for part in (*plan.tier(Tier.FRONTEND), *plan.tier(Tier.EDGE))
+    } == {"/keys.json"}
+    assert "--enable-ssl-refresh" in chat.command
+    rust = changed(changed(BEHIND_EDGES, "keys", None), "http", "127.0.0.1:8000")
+    (chat,) = plans(tmp_path, changed(rust, "models.0.front", "rust"))["a"].tier(Tier.FRONTEND)
+    assert "--ssl-cert-reqs" in chat.command and "--enable-ssl-refresh" not in chat.command
+    clear = changed(changed(BEHIND_EDGES, "tls", None), "insecure", True)
+    (chat,) = plans(tmp_path, clear)["a"].tier(Tier.FRONTEND)
+    assert "--ssl-certfile" not in chat.command and "--insecure" in chat.command
+
+
+def test_an_edge_needs_no_front_end_beside_it(tmp_path: Path) -> None:
+    content = changed(changed(BEHIND_EDGES, "edges", None), "control", ["b", "a"])
+    made = plans(tmp_path, content)
+    assert [part.name for part in made["b"].tier(Tier.EDGE)] == ["edge-b"]
+    assert not made["a"].tier(Tier.EDGE)
+    # By default, they are beside the first edge.
+    assert next(part.name for part in made["b"].tier(Tier.FRONTEND)) == "chat-frontend-b-0"
+    assert made["a"].http == "http://b.example:8000"
+    file, options = read(tmp_path, content)
+    assert systemd(file.fleet, options, "b").needs_keys and not systemd(file.fleet, options, "a").needs_keys
+
+
+def test_the_firewall_lets_edges_alone_reach_front_ends(tmp_path: Path) -> None:
+    content = changed(BEHIND_EDGES, "hosts.c", {"address": "10.0.0.3"})
+    content = changed(changed(content, "edges", ["a"]), "models.1.frontends", {"b": 1, "c": 1})
+    file, options = read(tmp_path, content)
+    rules = {host: systemd(file.fleet, options, host).files["firewall.nft"] for host in file.fleet.hosts}
+    assert "tcp dport { 8000 } accept" in rules["a"]
+    for host in ("b", "c"):
+        assert "8000" not in rules[host]
+        accepted = [line for line in rules[host].splitlines() if re.search(r"\b8101\b.* accept", line)]
+        assert accepted == ["    ip saddr { 10.0.0.1 } tcp dport { 8101 } accept"]
+        assert re.search(r"\b8101\b.* drop", rules[host])
+
+
+@pytest.mark.parametrize(
+    ("http", "message"),
+    [
+        ("10.0.0.2:8000", "http: 10.0.0.2 is no address of host a, which has an edge"),
+        ("0.0.0.0:8101", "http: port 8101 is one of Tailrace's own ports"),
+    ],
+)
+def test_where_an_edge_cannot_listen(tmp_path: Path, http: str, message: str) -> None:
+    with pytest.raises(FleetError) as caught:
+        plans(tmp_path, changed(BEHIND_EDGES, "http", http))
     assert str(caught.value).startswith(message)

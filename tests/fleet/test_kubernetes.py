@@ -322,6 +322,7 @@ def test_kubernetes_expands_only_what_is_the_pods_own() -> None:
         ("tls", False, "tls: pods need tls: true"),
         ("kubernetes", {"scale_to": 2}, "kubernetes.scale_to: fewer than"),
         ("models.0.frontends", {}, r"models\[0\].frontends: a number"),
+        ("http", "0.0.0.0:80", "http: one address for several models is for machines of yours so far"),
         ("kubernetes", {"nodes": 2}, "kubernetes.nodes: 1 ranks .* cannot be divided among 2 pods"),
         ("models.0.flags", {"tensor-parallel-size": 2}, "insecure: true is needed with kubernetes.nodes"),
         ("models.0.engine", "simulated", "kubernetes.nodes: a simulated engine is one process"),
@@ -329,6 +330,7 @@ def test_kubernetes_expands_only_what_is_the_pods_own() -> None:
 )
 def test_what_kubernetes_cannot_run(place: str, value: Any, problem: str) -> None:
     content = changed(PODS, "kubernetes.nodes", 2) if "nodes" in problem else PODS
+    content = changed(content, "models.0.http", None) if place == "http" else content
     with pytest.raises(FleetError, match=problem):
         render(changed(content, place, value))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from frontend_svc.admission import NO_INSTANCE
+from frontend_svc.api_server.http_protocol import RequestIds
 from frontend_svc.settings import Front
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import scheduler_pb2, worker_pb2
@@ -384,3 +386,12 @@ def test_refused_when_no_instance_can_take_it(front_end: FrontEndThread) -> None
     else:
         assert first.status_code == 500
     assert post(front_end, "/v1/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "logged"), [("/health", 200, False), ("/health", 503, True), ("/v1/models", 200, True)]
+)
+def test_probes_that_succeed_are_not_logged(path: str, status: int, logged: bool) -> None:
+    arguments = ("10.0.0.1:5", "GET", path, "1.1", status)
+    record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "", arguments, None)
+    assert RequestIds().filter(record) == logged

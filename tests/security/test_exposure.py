@@ -60,8 +60,22 @@ def _served(authority: Authority, *arguments: str) -> str:
     return result.stderr
 
 
+_HTTPS = ["--ssl-certfile", "c", "--ssl-keyfile", "k"]
+
+
 @pytest.mark.parametrize("front", ["python", "rust"])
-@pytest.mark.parametrize("key", [[], ["--api-key", ""], ["--api-key="], ["--api-key", "--seed=1"]])
+@pytest.mark.parametrize(
+    "key",
+    [
+        [],
+        ["--api-key", ""],
+        ["--api-key="],
+        ["--api-key", "--seed=1"],
+        # Certificates of clients that nobody asks for, or that nobody could verify.
+        [*_HTTPS, "--ssl-ca-certs", "a", "--ssl-cert-reqs", "1"],
+        [*_HTTPS, "--ssl-cert-reqs", "2"],
+    ],
+)
 def test_certificate_does_not_open_the_users_port(
     authority: Authority, front: str, key: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +94,7 @@ def test_certificate_does_not_open_the_users_port(
         (["--http", "0.0.0.0:8000", "--api-key"], "secret"),
         (["--http", "0.0.0.0:8000", "--api-key", "secret"], ""),
         (["--http", "0.0.0.0:8000", "--api_key=secret"], ""),
+        (["--http", "0.0.0.0:8000", *_HTTPS, "--ssl-ca-certs", "a", "--ssl-cert-reqs", "2"], ""),
     ],
 )
 def test_users_port_is_judged_by_its_own_protection(
