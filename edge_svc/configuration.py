@@ -8,12 +8,14 @@ Envoy follows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
-from tailrace.address import parse_address
+from tailrace.address import MalformedAddress, format_address, is_ip, parse_address
 from tailrace.numeric import Duration, WholeRange
 from tailrace.service.settings import setting
 
@@ -34,6 +36,8 @@ _TYPES: Final = "type.googleapis.com/envoy.extensions"
 # The edge answers within milliseconds, except when it reads a body of many megabytes.
 _ASK_S: Final = 10.0
 _CONNECT_S: Final = 5.0
+# Longer than a network outage that streams outlive.
+_KEEPALIVE: Final = {"keepalive_time": 30, "keepalive_interval": 10, "keepalive_probes": 6}
 # What the edge reads of a request; everything else stays in Envoy.
 _ASKED_HEADERS: Final = ("authorization", "content-type")
 _ANSWERED_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
@@ -64,6 +68,19 @@ _ROUTER: Final = {"suppress_envoy_headers": True}
 # When a client whose model has no front end at the moment may try again.
 _RETRY_AFTER: Final = {
     "header": {"key": "retry-after", "value": "2"},
+    "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+}
+_METHODS: Final = "GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE"
+_UNKNOWN_METHOD: Final = {
+    "error": {
+        "message": "The method is not known here.",
+        "type": "BadRequestError",
+        "param": None,
+        "code": 405,
+    }
+}
+_AS_JSON: Final = {
+    "header": {"key": "content-type", "value": "application/json"},
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
 _UNLIMITED: Final = 1 << 20
@@ -168,9 +185,10 @@ def clusters(every: Sequence[Endpoints], folder: Path) -> dict[str, Any]:
     return {"resources": [_cluster(each.cluster, folder) for each in every[:_MODELS_MAX]]}
 
 
-def endpoints(each: Endpoints) -> dict[str, Any]:
-    """Return the file of a cluster's endpoints."""
-    lb = [{"endpoint": {"address": _address(address)}} for address in each.addresses]
+def endpoints(each: Endpoints, ips: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the file of a cluster's endpoints. `ips`: of host names; an address that has none is left out,
+    since Envoy would refuse the whole file."""
+    lb = [{"endpoint": found} for address in each.addresses if (found := _endpoint(address, ips))]
     return {
         "resources": [
             {
@@ -180,6 +198,19 @@ def endpoints(each: Endpoints) -> dict[str, Any]:
             }
         ]
     }
+
+
+def host_of(address: str) -> str:
+    """Return the host of HOST:PORT; empty if it is none."""
+    try:
+        return parse_address(address)[0]
+    except MalformedAddress:
+        return ""
+
+
+def is_literal(host: str) -> bool:
+    """Return whether this is an IP address, without a zone, which means something on one machine only."""
+    return is_ip(host) and "%" not in host
 
 
 def endpoints_file(cluster: str, folder: Path) -> Path:
@@ -240,19 +271,26 @@ def _listener(
     }
 
 
+def _endpoint(address: str, ips: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
+    host = host_of(address)
+    hosts = [host] if is_literal(host) else ips.get(host, ())
+    if not hosts:
+        return None
+    _, port = parse_address(address)
+    # Envoy tries the others if the first one does not take the connection.
+    first, *others = ({"address": _address(format_address(each, port))} for each in hosts)
+    return {**first, "additional_addresses": others}
+
+
 def _routes() -> list[dict[str, Any]]:
-    unasked = {
-        f"envoy.filters.http.ext_authz.{name}": {
-            "@type": f"{_TYPES}.filters.http.ext_authz.v3.ExtAuthzPerRoute",
-            "disabled": True,
-        }
-        for name in ("key", "model")
-    }
     own = [
         {
             "match": {"path": path},
             "route": {"cluster": EDGE, "timeout": _seconds(_ASK_S)},
-            "typed_per_filter_config": unasked,
+            # The list of models takes a key.
+            "typed_per_filter_config": _unasked("model")
+            if path == "/v1/models"
+            else _unasked("key", "model"),
         }
         for path in OWN_PATHS
     ]
@@ -262,7 +300,33 @@ def _routes() -> list[dict[str, Any]]:
         # Of a request that no front end has seen: it was restarted a moment ago.
         "retry_policy": {"retry_on": "connect-failure,refused-stream", "num_retries": 2},
     }
-    return [*own, {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]}]
+    # With HTTP/2 it may be any text, which the edge's own server cannot read.
+    is_unknown = {
+        "name": ":method",
+        "string_match": {"safe_regex": {"regex": _METHODS}},
+        "invert_match": True,
+    }
+    unknown = {
+        "match": {"prefix": "/", "headers": [is_unknown]},
+        "direct_response": {"status": 405, "body": {"inline_string": json.dumps(_UNKNOWN_METHOD)}},
+        "response_headers_to_add": [_AS_JSON],
+        "typed_per_filter_config": _unasked("key", "model"),
+    }
+    return [
+        unknown,
+        *own,
+        {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]},
+    ]
+
+
+def _unasked(*names: str) -> dict[str, Any]:
+    return {
+        f"envoy.filters.http.ext_authz.{name}": {
+            "@type": f"{_TYPES}.filters.http.ext_authz.v3.ExtAuthzPerRoute",
+            "disabled": True,
+        }
+        for name in names
+    }
 
 
 def _ask(name: str, prefix: str, body_bytes: int) -> dict[str, Any]:
@@ -337,6 +401,8 @@ def _cluster(name: str, folder: Path) -> dict[str, Any]:
         "type": "EDS",
         "eds_cluster_config": {"eds_config": _file(endpoints_file(name, folder))},
         "connect_timeout": _seconds(_CONNECT_S),
+        # A front end whose machine is gone says nothing, and a stream has no deadline.
+        "upstream_connection_options": {"tcp_keepalive": _KEEPALIVE},
         "lb_policy": "LEAST_REQUEST",
         # As many as front ends take: they say what is too much.
         "circuit_breakers": _limits(max_connections=_UNLIMITED),
