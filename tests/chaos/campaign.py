@@ -23,7 +23,7 @@ _PRECONDITION_S: Final = 180.0
 _POLL_S: Final = 0.05
 # These faults do not make their target unhealthy.
 _TARGET_STAYS_HEALTHY: Final = frozenset(
-    {Kind.SLOW_READER, Kind.HUGE_BODY, Kind.LONG_IDS, Kind.POISON, Kind.CORRUPT_KV, Kind.ETCD_LOST}
+    {Kind.SLOW_READER, Kind.HUGE_BODY, Kind.LONG_IDS, Kind.POISON, Kind.CORRUPT_KV}
 )
 
 

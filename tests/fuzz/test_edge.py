@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -224,7 +224,6 @@ def answers_with(keys: KeyFile | None) -> Answers:
     return Answers(lambda: SERVED, keys, BOUNDS, CollectorRegistry())
 
 
-@settings(max_examples=200)
 @given(questions([MODEL_CHOICE]))
 @example([Question(b"POST", b"/edge/model/v1/completions", (), b'{"model": "\\ud800"}')])
 @example([Question(b"GET", b"/edge/model/" + b"a" * 50_000, (), b"")])
@@ -239,7 +238,6 @@ def test_any_request_leads_to_a_model_or_is_refused(asked: list[Question]) -> No
             assert CLUSTER not in reply.headers
 
 
-@settings(max_examples=200)
 @given(questions([KEY_CHECK]))
 @example([Question(b"GET", b"/edge/key/v1/models", [(b"authorization", b"Bearer sk-tailrace-0-\xff")], b"")])
 @example([Question(b"GET", b"/edge/key/v1/%0a", (), b"")])
@@ -252,7 +250,6 @@ def test_any_request_without_a_key_is_refused_for_that(keys: KeyFile, asked: lis
             assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer"
 
 
-@settings(max_examples=100)
 @given(questions([*OWN_PATHS, ""]))
 def test_own_paths_are_answered_or_refused(keys: KeyFile, asked: list[Question]) -> None:
     for question, reply in zip(asked, ask(answers_with(keys), asked), strict=True):
