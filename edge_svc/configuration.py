@@ -8,12 +8,14 @@ Envoy follows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
-from tailrace.address import parse_address
+from tailrace.address import MalformedAddress, format_address, is_ip, parse_address
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.roles import Role, server_name
 from tailrace.service.settings import setting
@@ -71,6 +73,19 @@ _ROUTER: Final = {"suppress_envoy_headers": True}
 # When a client whose model has no front end at the moment may try again.
 _RETRY_AFTER: Final = {
     "header": {"key": "retry-after", "value": "2"},
+    "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+}
+_METHODS: Final = "GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE"
+_UNKNOWN_METHOD: Final = {
+    "error": {
+        "message": "The method is not known here.",
+        "type": "BadRequestError",
+        "param": None,
+        "code": 405,
+    }
+}
+_AS_JSON: Final = {
+    "header": {"key": "content-type", "value": "application/json"},
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
 _UNLIMITED: Final = 1 << 20
@@ -202,12 +217,14 @@ def clusters(every: Sequence[Endpoints], folder: Path, *, tls: bool) -> dict[str
     return {"resources": [_cluster(each.cluster, folder, tls) for each in every[:_MODELS_MAX]]}
 
 
-def endpoints(each: Endpoints) -> dict[str, Any]:
-    """Return the file of a cluster's endpoints."""
+def endpoints(each: Endpoints, ips: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the file of a cluster's endpoints. `ips`: of host names; an address that has none is left out,
+    since Envoy would refuse the whole file."""
     over_tls: dict[str, Any] = {"metadata": {"filter_metadata": {"envoy.transport_socket_match": _TLS}}}
     lb: list[dict[str, Any]] = [
-        {"endpoint": {"address": _address(address)}} | (over_tls if address in each.https else {})
+        {"endpoint": found} | (over_tls if address in each.https else {})
         for address in each.addresses
+        if (found := _endpoint(address, ips))
     ]
     return {
         "resources": [
@@ -218,6 +235,19 @@ def endpoints(each: Endpoints) -> dict[str, Any]:
             }
         ]
     }
+
+
+def host_of(address: str) -> str:
+    """Return the host of HOST:PORT; empty if it is none."""
+    try:
+        return parse_address(address)[0]
+    except MalformedAddress:
+        return ""
+
+
+def is_literal(host: str) -> bool:
+    """Return whether this is an IP address, without a zone, which means something on one machine only."""
+    return is_ip(host) and "%" not in host
 
 
 def endpoints_file(cluster: str, folder: Path) -> Path:
@@ -292,19 +322,26 @@ def _listener(
     }
 
 
+def _endpoint(address: str, ips: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
+    host = host_of(address)
+    hosts = [host] if is_literal(host) else ips.get(host, ())
+    if not hosts:
+        return None
+    _, port = parse_address(address)
+    # Envoy tries the others if the first one does not take the connection.
+    first, *others = ({"address": _address(format_address(each, port))} for each in hosts)
+    return {**first, "additional_addresses": others}
+
+
 def _routes() -> list[dict[str, Any]]:
-    unasked = {
-        f"envoy.filters.http.ext_authz.{name}": {
-            "@type": f"{_TYPES}.filters.http.ext_authz.v3.ExtAuthzPerRoute",
-            "disabled": True,
-        }
-        for name in ("key", "model")
-    }
     own = [
         {
             "match": {"path": path},
             "route": {"cluster": EDGE, "timeout": _seconds(_ASK_S)},
-            "typed_per_filter_config": unasked,
+            # The list of models takes a key.
+            "typed_per_filter_config": _unasked("model")
+            if path == "/v1/models"
+            else _unasked("key", "model"),
         }
         for path in OWN_PATHS
     ]
@@ -319,7 +356,33 @@ def _routes() -> list[dict[str, Any]]:
             "host_selection_retry_max_attempts": 3,
         },
     }
-    return [*own, {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]}]
+    # With HTTP/2 it may be any text, which the edge's own server cannot read.
+    is_unknown = {
+        "name": ":method",
+        "string_match": {"safe_regex": {"regex": _METHODS}},
+        "invert_match": True,
+    }
+    unknown = {
+        "match": {"prefix": "/", "headers": [is_unknown]},
+        "direct_response": {"status": 405, "body": {"inline_string": json.dumps(_UNKNOWN_METHOD)}},
+        "response_headers_to_add": [_AS_JSON],
+        "typed_per_filter_config": _unasked("key", "model"),
+    }
+    return [
+        unknown,
+        *own,
+        {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]},
+    ]
+
+
+def _unasked(*names: str) -> dict[str, Any]:
+    return {
+        f"envoy.filters.http.ext_authz.{name}": {
+            "@type": f"{_TYPES}.filters.http.ext_authz.v3.ExtAuthzPerRoute",
+            "disabled": True,
+        }
+        for name in names
+    }
 
 
 def _ask(name: str, prefix: str, body_bytes: int) -> dict[str, Any]:

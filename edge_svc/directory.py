@@ -15,6 +15,7 @@ from tailrace.records import AdapterRecord, ServiceRecord
 
 # What vllm-rs answers with 404 or 400 (docs/api-servers.md).
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
+_GONE_MAX: Final = 1_000
 _ONE: Final = frozenset({b"", b"1", b"null"})
 _RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
@@ -55,6 +56,15 @@ class Directory:
 
     names: Mapping[str, Served]
     clusters: tuple[Endpoints, ...]
+    # Names of models that were here before, and whose front ends are all away.
+    gone: frozenset[str] = frozenset()
+
+    def after(self, before: Directory) -> Directory:
+        """Return this directory, which also knows what was there before it."""
+        models = {served.model for served in self.names.values()}
+        lost = {name for name, served in before.names.items() if served.model not in models}
+        gone = sorted((before.gone | lost) - self.names.keys())
+        return replace(self, gone=frozenset(gone[:_GONE_MAX]))
 
     def find(self, name: str | None) -> Served | None:
         """Return who serves a name, or the only model if none is given; None if nobody does."""

@@ -20,8 +20,8 @@ from aiohttp import web
 
 from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, Bounds, bootstrap
 from edge_svc.directory import Directory, directory, merged
+from edge_svc.hosts import Hosts
 from edge_svc.model_clusters import ModelClusters
-from edge_svc.names import Names
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
 from tailrace.address import MalformedAddress, parse_address
@@ -43,9 +43,10 @@ from tailrace.tenancy.file import KeyFile, KeyFileUnusable
 log = logging.getLogger(__name__)
 
 KIND: Final = "edge"
-# How late a new certificate is noticed, and a host that had no address.
+# How late a new certificate is noticed.
 _CERTIFICATE_S: Final = 1.0
-_UNRESOLVED_S: Final = 5.0
+# Until a host that was not found is looked up again.
+_FIND_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,33 +131,38 @@ class Follower:
     def __init__(self, members: Membership, store: Store, proxy: Proxy) -> None:
         self._members = members
         self._proxy = proxy
-        self._names = Names()
         self._changed = asyncio.Event()
+        self._hosts = Hosts()
         self.below = ModelClusters(store, self._changed.set)
         self.directory = Directory({}, ())
         self._hidden: list[str] = []
         members.add_listener(self._changed.set)
 
-    async def route(self) -> None:
-        """Read the members once. Raise OSError."""
-        own = directory(self._members.services.values(), self._members.adapters.values())
-        self.directory = merged([own, *self.below.directories])
-        found = (each for below in self.below.directories for each in below.names.values())
-        hidden = sorted({each.name for each in found if self.directory.names.get(each.name) is not each})
+    async def route(self) -> bool:
+        """Read the members once; return False if a front end's host was not found. Raise OSError."""
+        below = self.below.directories
+        new = merged([directory(self._members.services.values(), self._members.adapters.values()), *below])
+        theirs = (each for other in below for each in other.names.values())
+        hidden = sorted({each.name for each in theirs if new.names.get(each.name) is not each})
         if hidden and hidden != self._hidden:
             log.warning("another cluster has these names first: %s", shown(", ".join(hidden)))
         self._hidden = hidden
-        self._proxy.route(await self._names.resolved(self.directory.clusters))
+        found = await self._hosts.find(address for each in new.clusters for address in each.addresses)
+        self.directory = new.after(self.directory)
+        self._proxy.route(new.clusters, self._hosts.ips)
+        return found
 
     async def run(self) -> None:
         """Read them after each change; run until cancelled. Raise OSError if the disk is full."""
+        found = False
         while True:
+            # Names are looked up again, too: a front end that has moved registers anew.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_UNRESOLVED_S if self._names.missing else None):
+                async with asyncio.timeout(None if found else _FIND_S):
                     await self._changed.wait()
             self._changed.clear()
             try:
-                await self.route()
+                found = await self.route()
             except OSError:
                 self._changed.set()
                 raise

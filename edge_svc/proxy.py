@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
@@ -36,15 +37,18 @@ class Proxy:
         self._known: dict[str, Endpoints] = {}
         self._tls = False
 
-    def route(self, every: Sequence[Endpoints]) -> None:
+    def route(
+        self, every: Sequence[Endpoints], ips: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> None:
         """Send requests to these from now on. Streams on others go on. Raise OSError.
 
-        A cluster stays, without endpoints, when its last front end has gone: its requests get 503.
+        `ips`: the addresses of host names. A cluster stays, without endpoints, when its last front end has
+        gone: its requests get 503.
         """
         now = {each.cluster: each for each in every}
         self._known = {name: now.get(name, Endpoints(name, ())) for name in (*self._known, *now)}
         for each in self._known.values():
-            self._write(endpoints_file(each.cluster, self._folder), endpoints(each))
+            self._write(endpoints_file(each.cluster, self._folder), endpoints(each, ips))
         content = clusters([*self._known.values()], self._folder, tls=self._tls)
         self._write(self._folder / "clusters.json", content)
 

@@ -27,7 +27,9 @@ _ROUTES: Final = ("/v1/", "/v2/")
 _OTHER_ROUTES: Final = frozenset(
     {"/tokenize", "/detokenize", "/pooling", "/score", "/rerank", "/classify", "/invocations"}
 )
-# Of a name in an error.
+# A newline, too: whoever has no key is told so whatever the path.
+_ANY_PATH: Final = r"{path:[\s\S]*}"
+# Of a name or a path in an error.
 _NAME_MAX: Final = 200
 _LATER: Final = {"retry-after": "2"}
 _OUTCOMES: Final = ("sent on", "no key", "no model", "refused")
@@ -63,8 +65,8 @@ class Answers:
         """Return the server's application."""
         # Envoy bounds what comes.
         app = web.Application(client_max_size=1 << 31, middlewares=[_as_openai])
-        app.router.add_route("*", KEY_CHECK + "{path:.*}", self._check_key)
-        app.router.add_route("*", MODEL_CHOICE + "{path:.*}", self._choose_model)
+        for prefix, handler in ((KEY_CHECK, self._check_key), (MODEL_CHOICE, self._choose_model)):
+            app.router.add_route("*", prefix + _ANY_PATH, handler)
         for path in OWN_PATHS:
             app.router.add_get(path, self._models if path == "/v1/models" else self._ready)
         return app
@@ -81,9 +83,8 @@ class Answers:
         path = request.match_info["path"]
         if not path.startswith(_ROUTES) and path not in _OTHER_ROUTES:
             self._requests.labels("refused").inc()
-            return _error(
-                HTTPStatus.NOT_FOUND, "NotFoundError", f"{request.method} {path} is not served here."
-            )
+            message = f"{request.method} {printable(path[:_NAME_MAX])} is not served here."
+            return _error(HTTPStatus.NOT_FOUND, "NotFoundError", message)
         size = request.content_length or 0
         if size >= self._bounds.max_body_bytes:
             self._requests.labels("refused").inc()
@@ -101,17 +102,26 @@ class Answers:
 
     async def _choose(self, request: web.Request, path: str) -> web.Response:
         body = await request.read()
+        is_form = _is_form(request)
         try:
             asked = await asyncio.to_thread(_asked, body) if len(body) > _LARGE_BYTES else _asked(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             # A form has its model in a field of its own; with one model there is nothing to choose.
             asked = Asked(model=request.query.get("model"))
-            if not _is_form(request) and self._directory().find(None) is None:
+            if not is_form and self._directory().find(None) is None:
                 self._requests.labels("refused").inc()
                 return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", f"The body: {shown(str(error))}")
         asked.model = asked.model or request.query.get("model")
         directory = self._directory()
         served = directory.find(asked.model)
+        tenant = self._owner(request)
+        # Front ends with vLLM's Rust API server know no tenants. The field of a form, and the answer that a
+        # request without a body resumes, only the front end knows.
+        names_model = asked.model or (body and not is_form)
+        if served is not None and tenant is not None and names_model and not _may_use(tenant, served.name):
+            self._requests.labels("refused").inc()
+            message = f"This key may use {', '.join(tenant.models)}, not {shown(served.name)}."
+            return _error(HTTPStatus.FORBIDDEN, "PermissionDeniedError", message, param="model")
         if request.method == "OPTIONS":
             # About all models alike.
             served = served or next(iter(directory.names.values()), None)
@@ -122,13 +132,15 @@ class Answers:
         return web.Response(headers={CLUSTER: served.cluster(path, asked)})
 
     def _unknown(self, model: str | None) -> web.Response:
+        directory = self._directory()
+        if model in directory.gone or not directory.names:
+            what = f"of the model `{printable(model[:_NAME_MAX])}`" if model else "of any model"
+            message = f"No front end {what} is there at the moment: try again."
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
         if model:
             # As vLLM says it.
             message = f"The model `{printable(model[:_NAME_MAX])}` does not exist."
             return _error(HTTPStatus.NOT_FOUND, "NotFoundError", message, param="model")
-        if not self._directory().names:
-            message = "No model is served yet."
-            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
         message = "Several models are served here: name one in the field model (of a form: ?model=NAME)."
         return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", message, param="model")
 
@@ -137,9 +149,7 @@ class Answers:
         if self._keys is not None and tenant is None:
             return await self._check_key(request)
         names = self._directory().names.values()
-        allowed = [
-            each for each in names if tenant is None or not tenant.models or each.name in tenant.models
-        ]
+        allowed = [each for each in names if tenant is None or _may_use(tenant, each.name)]
         return web.json_response({"object": "list", "data": [_model(each) for each in allowed]})
 
     async def _ready(self, request: web.Request) -> web.Response:
@@ -154,7 +164,9 @@ class Answers:
     def _owner(self, request: web.Request) -> Tenant | None:
         if self._keys is None:
             return None
-        return self._keys.index().bearer(request.headers.get("authorization", ""))
+        authorization = request.headers.get("authorization", "")
+        # Keys are ASCII; bytes that are no text could not be compared.
+        return self._keys.index().bearer(authorization) if authorization.isascii() else None
 
 
 @web.middleware
@@ -165,6 +177,10 @@ async def _as_openai(request: web.Request, handler: Handler) -> web.StreamRespon
     except web.HTTPClientError as error:
         headers = {"allow": error.headers["allow"]} if "allow" in error.headers else {}
         return _error(HTTPStatus(error.status), "BadRequestError", error.reason, headers)
+
+
+def _may_use(tenant: Tenant, name: str) -> bool:
+    return not tenant.models or name in tenant.models
 
 
 def _asked(body: bytes) -> Asked:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -44,9 +44,11 @@ from tests.chaos.timeline import Timeline
 from tests.chaos.xdp import XdpPrograms, XdpUnavailable
 from tests.harness.bad_policies import install
 from tests.harness.etcd_members import COUNT, FaultyCluster, member_addresses
+from tests.harness.keys import write_key_file
 from tests.harness.namespaces import run
 
-KEY: Final = "sk-of-the-users"
+KEY: Final = "sk-tailrace-chaos-of-the-users"
+"""Of all users: front ends know it as vLLM's own, the edge as a tenant's."""
 MODEL: Final = "tiny"
 # The cluster name that services take by default.
 CLUSTER: Final = "default"
@@ -67,6 +69,8 @@ _RESTART_DELAY_S: Final = 0.5
 # vLLM's Python API server takes half a minute, more on a busy machine.
 _START_S: Final = 240.0
 _STOP_S: Final = 60.0
+# An edge also waits for streams whose front end is stopped.
+_STOP_EDGE_S: Final = 180.0
 # Signals by which a process ends if a native library in it fails.
 _CRASHES: Final = tuple(f"({name})" for name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"))
 
@@ -113,6 +117,8 @@ class Member:
     version: Version = Version.FIRST
     process: PartProcess | None = None
     starts: int = 0
+    # How often it was ended at once, so that not even a proxy's streams could finish.
+    kills: int = 0
     # Faults in progress on it.
     active_faults: int = 0
     # If False, an exit of the process is a violation.
@@ -197,6 +203,7 @@ class Cluster:
             timeline.note(f"cannot drop packets: {error}")
             programs = None
         self.drops_packets = programs is not None
+        self._keys = write_key_file(folder / "keys.json", KEY)
         self.members = self._plan(folder, programs)
         self._monitor = next(m.spec.address for m in self.members.values() if m.tier is Tier.MONITOR)
         self._deaths_left = 0
@@ -245,7 +252,7 @@ class Cluster:
             member.disk.mkdir()
             run("mount", "-t", "tmpfs", "-o", _SMALL_DISK, "tmpfs", str(member.disk))
         data_path = (Tier.WORKER, Tier.FRONTEND)
-        for tiers in ((Tier.SCHEDULER, Tier.MONITOR, Tier.MIGRATION), data_path):
+        for tiers in ((Tier.SCHEDULER, Tier.MONITOR, Tier.MIGRATION), data_path, (Tier.EDGE,)):
             started = [member for member in self.members.values() if member.tier in tiers]
             for member in started:
                 self._launch(member)
@@ -304,6 +311,7 @@ class Cluster:
         # A process may crash while it stops as well.
         crashed = any(cause in reason for cause in _CRASHES)
         if crashed or not (member.exit_expected or poisoned):
+            member.kills += 1
             self.timeline.violation(f"{member.name} exited unexpectedly: {reason}")
         member.signal(signal.SIGKILL)
         member.process = None
@@ -330,16 +338,23 @@ class Cluster:
 
     def kill(self, member: Member) -> None:
         """Send SIGKILL; the supervisor restarts it."""
+        self.end(member, member.pids)
+
+    def end(self, member: Member, pids: Sequence[int]) -> None:
+        """Send SIGKILL to these of its processes, with which it ends; the supervisor restarts it."""
         member.exit_expected = True
+        member.kills += 1
         member.set_ready(False)
-        member.signal(signal.SIGKILL)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def restart(self, member: Member) -> None:
         """Send SIGTERM, wait until it has exited and is ready again. Raise TimeoutError if that takes too
         long."""
         starts, member.exit_expected = member.starts, True
         member.terminate()
-        async with asyncio.timeout(_STOP_S):
+        async with asyncio.timeout(_STOP_EDGE_S if member.tier is Tier.EDGE else _STOP_S):
             while member.starts == starts:  # noqa: ASYNC110 - processes are polled
                 await asyncio.sleep(_POLL_S)
         await member.wait_ready()
@@ -381,12 +396,14 @@ class Cluster:
                     "VLLM_NO_USAGE_STATS": "1",
                     "TAILRACE_FAULTS": f"@{faults}" if tier is Tier.WORKER else "",
                     "OMP_NUM_THREADS": "1",
-                },
+                }
+                # Where an edge has its sockets.
+                | ({"TMPDIR": str(disk)} if tier is Tier.EDGE else {}),
                 members=ids,
                 role=role.value,
                 timeout_s=_START_S,
             )
-            if tier is Tier.FRONTEND:
+            if tier in (Tier.FRONTEND, Tier.EDGE):
                 http = f"{link.address}:{_HTTP}"
                 spec = replace(spec, command=[*spec.command, "--http", http], http=f"http://{http}")
             member = members[name] = Member(tier, spec, link, disk, faults, metrics)
@@ -406,6 +423,7 @@ class Cluster:
             model += ["--keep-answers", str(_KEEP_S)]
         for number in range(2):
             add(Tier.FRONTEND, f"frontend-{number}", StartTier.FRONTEND, *model)
+        add(Tier.EDGE, "edge", StartTier.EDGE, "--api-keys", str(self._keys))
         monitor = next(member for member in members.values() if member.tier is Tier.MONITOR)
         for member in members.values():
             member.spec = replace(

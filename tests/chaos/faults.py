@@ -15,6 +15,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import grpc
+import psutil
 
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2
@@ -46,6 +47,7 @@ _FAST_BUFFER: Final = 1 << 20
 _SLOW_BYTES: Final = 32
 _SLOW_EVERY_S: Final = 0.05
 _COMPLETE_S: Final = 120.0
+_PROXY: Final = "envoy"
 _LONG_ID: Final = 7_500
 _LONG_IDS: Final = 100
 _SOUND_POLICY: Final = "tailrace"
@@ -73,6 +75,7 @@ class Faults:
             Kind.KILL: self._kill,
             Kind.STOP: self._stop,
             Kind.RESTART: self._restart,
+            Kind.PROXY_KILLED: self._kill_proxy,
             Kind.DEAF: self._impair_link,
             Kind.MUTE: self._impair_link,
             Kind.ONE_WAY: self._impair_link,
@@ -85,6 +88,7 @@ class Faults:
             Kind.ETCD_CUT: self._impair_etcd,
             Kind.ETCD_FULL_DISK: self._impair_etcd,
             Kind.ETCD_WIPED: self._impair_etcd,
+            Kind.ETCD_LOST: self._lose_etcd,
             Kind.CORRUPT_KV: self._corrupt_kv,
             Kind.POISON: self._send_poison,
             Kind.HUGE_BODY: self._send_huge_body,
@@ -119,7 +123,11 @@ class Faults:
                 exposure.end()
 
     def _expose_streams(self, fault: Fault, target: Member) -> list[Exposure]:
-        streams = self._load.streams_of(target) if target.tier is Tier.FRONTEND else []
+        streams = self._load.streams_of(target)
+        if target.tier is Tier.FRONTEND:
+            # Which ones the edge sends to it is not known.
+            for edge in self._cluster.in_tier(Tier.EDGE):
+                streams += self._load.streams_of(edge)
         if target.tier is Tier.WORKER:
             found = map(self._load.find_stream, self._mover.requests_on(target.spec.members))
             streams = [stream for stream in found if stream is not None]
@@ -143,6 +151,15 @@ class Faults:
     async def _restart(self, fault: Fault) -> None:
         with self._on_target(fault) as target:
             await self._cluster.restart(target)
+
+    async def _kill_proxy(self, fault: Fault) -> None:
+        """Kill Envoy alone; the edge must end, and is restarted."""
+        with self._on_target(fault) as target:
+            proxies = [pid for pid in target.pids if psutil.Process(pid).name() == _PROXY]
+            self._cluster.end(target, proxies)
+            if not proxies:
+                raise RuntimeError(f"{target.name} has no proxy")
+        await target.wait_ready()
 
     # ---- links
 
@@ -200,6 +217,17 @@ class Faults:
             await etcd.wait_healthy()
 
     # ---- requests
+
+    async def _lose_etcd(self, fault: Fault) -> None:
+        """Partition it from all of etcd; it still serves."""
+        hosts = [each.host for each in self._cluster.etcd.members]
+        # No other fault of it meanwhile: a service that finds no etcd when it starts exits after a while.
+        with self._on_target(fault) as target:
+            await asyncio.to_thread(target.link.lose, hosts)
+            try:
+                await asyncio.sleep(fault.seconds)
+            finally:
+                target.link.find(hosts)
 
     async def _corrupt_kv(self, fault: Fault) -> None:
         target = self._target(fault)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import socket
 import ssl
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from edge_svc.configuration import EDGE_CONNECTIONS
 from tailrace.local.certificates import OPERATOR, certificate_folder
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tests.chaos.cluster import Cluster, Member
@@ -28,6 +30,9 @@ _POLL_S: Final = 0.2
 _ANSWERS_COPIED_S: Final = 20.0
 _PEERS: Final = "tailrace_frontend_answer_peers"
 _UNCOPIED: Final = "tailrace_frontend_answers_uncopied"
+# Of Envoy's own, beside the edge's.
+_PROXY_REQUESTS: Final = "downstream_rq_active"
+_PROXY_CALL: Final = "/stats?filter=^http.users.downstream_rq_active$"
 
 # Metrics that must be zero when idle, by tier.
 _ZERO_WHEN_IDLE: Final[Mapping[Tier, tuple[str, ...]]] = {
@@ -36,6 +41,7 @@ _ZERO_WHEN_IDLE: Final[Mapping[Tier, tuple[str, ...]]] = {
     Tier.SCHEDULER: ("tailrace_scheduler_pending_placements",),
     Tier.MIGRATION: ("tailrace_migration_open_migrations", "tailrace_migration_waiting_migrations"),
     Tier.MONITOR: (),
+    Tier.EDGE: (_PROXY_REQUESTS,),
 }
 TASKS: Final = "tailrace_process_tasks"
 FILES: Final = "process_open_fds"
@@ -135,7 +141,8 @@ class InvariantChecker:
         exceeded = []
         for member, values in scraped.items():
             baseline = self._limits[member.tier]
-            limits = {name: baseline[name] + slack for name, slack in _SLACK.items()}
+            more = EDGE_CONNECTIONS if member.tier is Tier.EDGE else 0
+            limits = {name: baseline[name] + slack + more for name, slack in _SLACK.items()}
             limits[MEMORY] = baseline[MEMORY] * _MEMORY_TIMES + _MEMORY_MORE
             exceeded += [
                 f"{member.name}: {name} is {values[name]:g}, the limit is {limits[name]:g}"
@@ -179,7 +186,10 @@ class InvariantChecker:
     async def _scrape(self, member: Member) -> dict[str, float]:
         """Return sums by metric; empty if the process does not reply."""
         try:
-            return await asyncio.to_thread(self._read, member.metrics)
+            values = await asyncio.to_thread(self._read, member.metrics)
+            if member.tier is Tier.EDGE:
+                values[_PROXY_REQUESTS] = await asyncio.to_thread(_requests_of_proxy, member.disk)
+            return values
         except (OSError, http.client.HTTPException):
             return {}
 
@@ -195,6 +205,18 @@ class InvariantChecker:
             for sample in family.samples:
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
+
+
+def _requests_of_proxy(disk: Path) -> float:
+    """Return how many requests Envoy has. Raise OSError or HTTPException."""
+    # One that was killed leaves its folder behind.
+    newest = max(disk.glob("tailrace-edge-*"), key=lambda folder: folder.stat().st_mtime)
+    connection = http.client.HTTPConnection("envoy", timeout=_CALL_S)
+    with socket.socket(socket.AF_UNIX) as connection.sock:
+        connection.sock.settimeout(_CALL_S)
+        connection.sock.connect(str(newest / "admin.sock"))
+        connection.request("GET", _PROXY_CALL)
+        return float(connection.getresponse().read().rpartition(b" ")[2] or 0)
 
 
 def _is_copied(front: Mapping[str, float]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from tests.chaos.xdp import XdpPrograms
@@ -53,6 +54,16 @@ class Link:
     def drop_incoming_from(self, address: str) -> None:
         """Drop everything that this address sends here."""
         self._attach_incoming(self._require_programs().drop_from(address).as_posix())
+
+    def lose(self, hosts: Sequence[str]) -> None:
+        """Send nothing to these hosts, until `find`."""
+        for host in hosts:
+            ip("-n", self.namespace, "route", "add", "blackhole", f"{host}/32")
+
+    def find(self, hosts: Sequence[str]) -> None:
+        """Undo `lose`."""
+        for host in hosts:
+            ip("-n", self.namespace, "route", "del", "blackhole", f"{host}/32")
 
     def drop_some(self) -> None:
         """Drop 5% of all packets, each way."""

@@ -37,6 +37,8 @@ _RECONNECTS: Final = (
     (ResumeHeader.KEY, 3.0),
 )
 _RECONNECTING_ONE_IN: Final = 3
+# Of the others, these send through the edge while it is there.
+_THROUGH_EDGE: Final = 1
 # The first event may take longer: repeated requests make a busy machine busier.
 _FIRST_EVENT_S: Final = 30.0
 _RESUMED_EVENT_S: Final = 15.0
@@ -48,8 +50,12 @@ class Stream:
 
     name: str
     front: Member
-    # How often the front end had been started when the stream began.
-    front_starts: int
+    # How often the front end had been started when the stream began. Of a stream through an edge, of all
+    # that it may be on.
+    front_starts: Mapping[Member, int]
+    # The same of `front` itself, and how often it had been killed.
+    edge_starts: int = 0
+    edge_kills: int = 0
     result: StreamResult | None = None
     # Faults on the processes that served it.
     exposures: list[Exposure] = field(default_factory=list)
@@ -81,6 +87,8 @@ class Tally:
     resumed: dict[ResumeHeader, list[float]] = field(default_factory=lambda: collections.defaultdict(list))
     not_resumed: collections.Counter[ResumeHeader] = field(default_factory=collections.Counter)
     overtaken: int = 0
+    # Of the streams through the edge alone.
+    through_edge: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
 class Load:
@@ -162,10 +170,14 @@ class Load:
     def _all_streaming(self) -> bool:
         """Return whether nearly all stream, without those that wait for an unhealthy front end."""
         streams = self.live.values()
-        stuck = sum(not stream.front.healthy for stream in streams)
-        return sum(stream.streaming and stream.front.healthy for stream in streams) >= 0.8 * (
+        stuck = sum(not self._is_undisturbed(stream) for stream in streams)
+        return sum(stream.streaming and self._is_undisturbed(stream) for stream in streams) >= 0.8 * (
             self._clients - stuck
         )
+
+    def _is_undisturbed(self, stream: Stream) -> bool:
+        """Return whether its front end is healthy; through an edge, all that it may be on."""
+        return stream.front.healthy and all(each.healthy for each in stream.front_starts)
 
     async def wait_drained(self) -> list[Stream]:
         """Wait until the streams of all healthy front ends have ended; return those that have not after
@@ -173,7 +185,7 @@ class Load:
         remaining: list[Stream] = []
         try:
             async with asyncio.timeout(_DRAIN_S):
-                while remaining := [stream for stream in self.live.values() if stream.front.healthy]:  # noqa: ASYNC110
+                while remaining := [each for each in self.live.values() if self._is_undisturbed(each)]:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return remaining
@@ -199,12 +211,17 @@ class Load:
             result = await self._connect(stream, question, {})
         verdict = judge(result, self._references[question])
         self._record_verdict(stream, verdict, result)
-        lost = stream.front.starts != stream.front_starts or not stream.front.ready
+        lost = any(each.starts != starts or not each.ready for each, starts in stream.front_starts.items())
+        restarted = lost or stream.front.starts != stream.edge_starts or bool(stream.front.active_faults)
+        if stream.front.tier is Tier.EDGE:
+            self.tally.through_edge[verdict.ending] += 1
+            # One that stops finishes its streams, though not a connection without a request.
+            lost = lost or stream.front.kills != stream.edge_kills or (restarted and not result.body)
         allowed = {
             Ending.WHOLE: True,
             Ending.CUT: lost,
             # A front end that is shutting down accepts nothing new.
-            Ending.UNREACHED: lost or bool(stream.front.active_faults),
+            Ending.UNREACHED: restarted,
             Ending.REFUSED: True,
         }
         if not allowed.get(verdict.ending, False):
@@ -248,7 +265,7 @@ class Load:
 
     @contextmanager
     def _registered(self, front: Member) -> Iterator[Stream]:
-        stream = Stream(f"chaos-{next(self._numbers)}", front, front.starts, versions=set(self._versions))
+        stream = Stream(f"chaos-{next(self._numbers)}", front, {}, versions=set(self._versions))
         self._assign(stream, front)
         self.live[stream.name] = stream
         try:
@@ -257,7 +274,9 @@ class Load:
             del self.live[stream.name]
 
     def _assign(self, stream: Stream, front: Member) -> None:
-        stream.front, stream.front_starts, stream.result = front, front.starts, None
+        fronts = self._cluster.in_tier(Tier.FRONTEND) if front.tier is Tier.EDGE else [front]
+        stream.front, stream.front_starts = front, {each: each.starts for each in fronts}
+        stream.edge_starts, stream.edge_kills, stream.result = front.starts, front.kills, None
         if front.active_faults:
             stream.expose("its front end was disturbed")
 
@@ -289,6 +308,8 @@ class Load:
                 for front in self._cluster.in_tier(Tier.FRONTEND)
                 if front.ready and len(self.streams_of(front)) < _MAX_SHARE * self._clients
             ]
+            if number % _RECONNECTING_ONE_IN == _THROUGH_EDGE:
+                fronts = [edge for edge in self._cluster.in_tier(Tier.EDGE) if edge.ready] or fronts
             if not fronts:
                 await asyncio.sleep(_RETRY_S)
                 continue

@@ -16,6 +16,7 @@ class Kind(enum.StrEnum):
     KILL = "kill -9"
     STOP = "SIGSTOP"
     RESTART = "restart"
+    PROXY_KILLED = "kill -9 of its proxy"
     DEAF = "hears nobody"
     MUTE = "nobody hears it"
     ONE_WAY = "one does not hear another"
@@ -28,6 +29,7 @@ class Kind(enum.StrEnum):
     ETCD_CUT = "etcd: cut off"
     ETCD_FULL_DISK = "etcd: full disk"
     ETCD_WIPED = "etcd: wiped"
+    ETCD_LOST = "etcd: lost to it"
     CORRUPT_KV = "corrupt KV"
     POISON = "poison request"
     HUGE_BODY = "huge body"
@@ -50,6 +52,7 @@ class Tier(enum.StrEnum):
     MONITOR = "monitor"
     MIGRATION = "migration"
     ETCD = "etcd"
+    EDGE = "edge"
 
 
 class Version(enum.StrEnum):
@@ -104,7 +107,23 @@ RULES: Final[Mapping[Kind, Rule]] = {
     Kind.LONG_IDS: Rule(1, (Tier.FRONTEND,)),
     Kind.ROLLOUT: Rule(1.5),
     Kind.UNDONE: Rule(1, (), 0.5, 10.0),
+    # Of edges only: see EDGE_WEIGHTS.
+    Kind.PROXY_KILLED: Rule(0, (Tier.EDGE,)),
+    Kind.ETCD_LOST: Rule(0, (Tier.EDGE,), 3.0, 20.0),
 }
+
+EDGE_WEIGHTS: Final[Mapping[Kind, float]] = {
+    Kind.KILL: 2,
+    Kind.PROXY_KILLED: 2,
+    Kind.RESTART: 2,
+    Kind.STOP: 1,
+    Kind.CUT: 1,
+    Kind.LOSS: 1,
+    Kind.ETCD_LOST: 2,
+}
+"""Relative frequency of the kinds that hit an edge."""
+# Drawn apart, so that a seed's other faults are those that it had before there was an edge.
+_EDGE_SHARE: Final = 0.15
 
 ROLLOUTS: Final = frozenset({Kind.ROLLOUT, Kind.UNDONE})
 """At most one of these at a time."""
@@ -147,8 +166,15 @@ def draw(seed: int, count: int, targets: Targets, kinds: Collection[Kind]) -> It
     """Yield the first `count` faults of this seed; a larger count begins with the same ones."""
     drawn = [kind for kind in RULES if kind in kinds]
     weights = [RULES[kind].weight for kind in drawn]
+    of_edge = [kind for kind in EDGE_WEIGHTS if kind in kinds] if targets.names.get(Tier.EDGE) else []
     for number in range(count):
-        yield _draw_one(random.Random(f"{seed}/{number}"), number, targets, drawn, weights)
+        rng = random.Random(f"{seed}/{number}/edge")
+        if of_edge and (not any(weights) or rng.random() < _EDGE_SHARE):
+            (kind,) = rng.choices(of_edge, [EDGE_WEIGHTS[each] for each in of_edge])
+            target = rng.choice(targets.names[Tier.EDGE])
+            yield Fault(number, kind, target, _seconds(rng, RULES[kind]))
+        else:
+            yield _draw_one(random.Random(f"{seed}/{number}"), number, targets, drawn, weights)
 
 
 def _draw_one(
@@ -156,9 +182,7 @@ def _draw_one(
 ) -> Fault:
     (kind,) = rng.choices(kinds, weights)
     rule = RULES[kind]
-    seconds = 0.0
-    if rule.longest_s:
-        seconds = math.exp(rng.uniform(math.log(rule.shortest_s), math.log(rule.longest_s)))
+    seconds = _seconds(rng, rule)
     target = rng.choice(targets.names[rng.choice(rule.tiers)]) if rule.tiers else ""
     other = ""
     if kind is Kind.POLICY:
@@ -168,4 +192,10 @@ def _draw_one(
     elif kind is Kind.ONE_WAY:
         others = [name for tier in dict.fromkeys(_SERVICES) for name in targets.names[tier] if name != target]
         other = rng.choice(others)
-    return Fault(number, kind, target, round(seconds, 1), other)
+    return Fault(number, kind, target, seconds, other)
+
+
+def _seconds(rng: random.Random, rule: Rule) -> float:
+    if not rule.longest_s:
+        return 0.0
+    return round(math.exp(rng.uniform(math.log(rule.shortest_s), math.log(rule.longest_s))), 1)

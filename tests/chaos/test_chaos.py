@@ -22,7 +22,7 @@ from tests.chaos.load import Load
 from tests.chaos.open_files import open_files
 from tests.chaos.reconnecting import ReceivedAnswer, ResumeHeader
 from tests.chaos.report import collect_figures, print_figures
-from tests.chaos.schedule import RULES, Kind, Targets, Tier, Version, draw
+from tests.chaos.schedule import EDGE_WEIGHTS, RULES, Kind, Targets, Tier, Version, draw
 from tests.chaos.timeline import Timeline
 from tests.harness.loadgen import StreamResult
 from tests.harness.namespaces import NamespacesUnavailable, figures_of
@@ -63,12 +63,22 @@ def test_a_seed_draws_the_same_faults_and_a_longer_run_begins_with_them(
     for fault in faults:
         rule = RULES[fault.kind]
         assert round(rule.shortest_s, 1) <= fault.seconds <= round(rule.longest_s, 1)
-        assert not rule.tiers or fault.target in {name for tier in rule.tiers for name in CAST.names[tier]}
+        tiers = (*rule.tiers, Tier.EDGE) if fault.kind in EDGE_WEIGHTS else rule.tiers
+        assert not tiers or fault.target in {name for tier in tiers for name in CAST.names[tier]}
         assert fault.other != fault.target or not fault.other
 
 
 def test_every_kind_is_drawn() -> None:
     assert {fault.kind for fault in draw(1, 1000, CAST, RULES)} == set(RULES)
+
+
+def test_other_faults_are_those_of_the_seed_without_an_edge() -> None:
+    without = Targets({**CAST.names, Tier.EDGE: []}, CAST.policies, CAST.wrong_policies)
+    edges = CAST.names[Tier.EDGE]
+    pairs = [*zip(draw(3, 200, CAST, RULES), draw(3, 200, without, RULES), strict=True)]
+    assert all(one == other for one, other in pairs if one.target not in edges)
+    assert 10 < sum(one.target in edges for one, _ in pairs) < 60
+    assert {one.kind for one in draw(3, 9, CAST, {Kind.PROXY_KILLED})} == {Kind.PROXY_KILLED}
 
 
 def test_only_selected_kinds_are_drawn() -> None:

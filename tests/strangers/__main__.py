@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +42,8 @@ from tests.harness.namespaces import (
 from tests.harness.plans import started
 from tests.harness.report import machine, save
 from tests.strangers.calls import IN_THE_CLEAR, NO_CERTIFICATE
-from tests.strangers.cluster import KEY, exposed_plan, listening_ports
+from tests.strangers.cluster import EVERY_ROLE, KEY, edge_of, exposed_plan, listening_ports
+from tests.strangers.edge import open_to_others
 from tests.strangers.etcd import print_etcd, try_etcd
 from tests.strangers.http_port import print_http, try_http
 from tests.strangers.sniffer import Sniffer
@@ -52,7 +53,11 @@ _CLUSTER_ADDRESS: Final = "10.99.0.1"
 _STRANGER_ADDRESS: Final = "10.99.0.2"
 _SECRET: Final = "sesame opens this very door"
 _STREAMS: Final = 20
-_REFUSED: Final = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
+_CALLERS: Final = (Role.TELEMETRY, Role.VIEWER, Role.WORKER, Role.EDGE)
+# UNAUTHENTICATED: the edge's answer to a request without a key, 401.
+_REFUSED: Final = frozenset(
+    {"UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAUTHENTICATED"}
+)
 
 Replies = Mapping[str, Mapping[str, Mapping[str, str] | str]]
 
@@ -67,13 +72,13 @@ def make_link() -> None:
     ip("-n", _NAMESPACE, "link", "set", "tr1", "up")
 
 
-def call_all_ports(plan: Plan, ports: Mapping[int, str]) -> Replies:
-    """Call every method on every port from the stranger's namespace; return the replies."""
-    folders = [f"{plan.certificates}/issued/{role}/stranger" for role in (Role.TELEMETRY, Role.VIEWER)]
-    folders.append(f"{plan.certificates}/issued/worker/worker-0")
+def call_all_ports(plan: Plan, ports: Mapping[int, str], roles: Sequence[Role]) -> Replies:
+    """Call every method on these ports from the stranger's namespace; return the replies."""
+    folders = [f"{plan.certificates}/issued/{role}/stranger" for role in roles]
     command = ["ip", "netns", "exec", _NAMESPACE, sys.executable, "-m", "tests.strangers.calls"]
     command += [_CLUSTER_ADDRESS, ",".join(map(str, ports)), "--authorities", f"{plan.certificates}/ca.crt"]
-    command += ["--users-port", plan.http.rpartition(":")[2]]
+    for port in users_ports(plan):
+        command += ["--users-port", str(port)]
     for folder in folders:
         command += ["--certificate", folder]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=600)
@@ -89,19 +94,24 @@ def improperly_answered(way: str, ends: Mapping[str, str]) -> list[str]:
     return [method for method, end in ends.items() if method not in permitted and end not in refusals]
 
 
+def users_ports(plan: Plan) -> list[int]:
+    """Return the ports of users' API, of the front end and of the edge."""
+    return [int(url.rpartition(":")[2]) for url in (plan.http, edge_of(plan).http)]
+
+
 async def capture_streams(plan: Plan) -> tuple[int, bool, int]:
-    """Run streams; return the bytes captured on the links, whether the prompt was among them, and how many
-    streams failed."""
-    port = int(plan.http.rpartition(":")[2])
-    requests = [
-        completion_request(plan.http, "tiny", _SECRET, 100).replace(
-            b"\r\n\r\n", f"\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode(), 1
-        )
-        for _ in range(_STREAMS)
-    ]
-    with Sniffer(frozenset({port})) as sniffer:
-        results = await run_streams(plan.http, requests)
-    failed = sum(bool(result.error) for result in results)
+    """Run streams, to the front end and through the edge; return the bytes captured on the links, whether the
+    prompt was among them, and how many streams failed."""
+    failed = 0
+    with Sniffer(frozenset(users_ports(plan))) as sniffer:
+        for url in (plan.http, edge_of(plan).http):
+            requests = [
+                completion_request(url, "tiny", _SECRET, 100).replace(
+                    b"\r\n\r\n", f"\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode(), 1
+                )
+                for _ in range(_STREAMS // 2)
+            ]
+            failed += sum(bool(result.error) for result in await run_streams(url, requests))
     return len(sniffer.captured_bytes), _SECRET.encode() in sniffer.captured_bytes, failed
 
 
@@ -140,10 +150,18 @@ async def measure(console: Console, workers: int) -> int:
             progress = make_progress([part.name for part in plan.parts])
             async with started(plan, folder, progress, cores=os.cpu_count() or 1) as state:
                 ports = listening_ports(state)
-                replies = await asyncio.to_thread(call_all_ports, plan, ports)
+                others = {port: part for port, part in ports.items() if part != "edge"}
+                edges = {port: part for port, part in ports.items() if part == "edge"}
+                # The port of the edge has no method that a role could call.
+                replies = {
+                    **await asyncio.to_thread(call_all_ports, plan, others, _CALLERS),
+                    **await asyncio.to_thread(call_all_ports, plan, edges, EVERY_ROLE),
+                }
+                reached = open_to_others(users_ports(plan)[1])
                 size, leaked, failed = await capture_streams(plan)
     violations = print_results(console, ports, replies)
     console.print(f"{len(ports)} ports; improperly answered: {violations}")
+    console.print(f"files and sockets of the edge that other users reach: {', '.join(reached) or 'none'}")
     console.print(
         f"{_STREAMS} streams, {failed} failed; {size:,} bytes captured on the links; the prompt in them: "
         f"{'YES' if leaked else 'no'}"
@@ -157,10 +175,11 @@ async def measure(console: Console, workers: int) -> int:
             "let_through": violations + etcd.violations + http.violations,
             "tried": replies,
             "prompt_seen": leaked,
+            "edge_open_to_others": reached,
         },
     )
     console.print(f"figures: {path}")
-    return int(bool(violations or etcd.violations or http.violations or leaked or failed))
+    return int(bool(violations or etcd.violations or http.violations or leaked or failed or reached))
 
 
 def measure_http(console: Console) -> int:

@@ -82,7 +82,11 @@ def main() -> int:
         "--certificate", type=Path, action="append", default=[], help="folder; can be repeated"
     )
     parser.add_argument(
-        "--users-port", type=int, default=0, help="port of a front end's API: GET models, not metrics"
+        "--users-port",
+        type=int,
+        action="append",
+        default=[],
+        help="port of users' API: GET models, not metrics; can be repeated",
     )
     options = parser.parse_args()
     authorities = options.authorities.read_bytes()
@@ -97,7 +101,7 @@ def main() -> int:
         ways[credentials.identity.role.value] = (credentials.for_channels(), names)
     found: dict[str, dict[str, Mapping[str, str] | str]] = {}
     for port in map(int, options.ports.split(",")):
-        path = "/v1/models" if port == options.users_port else "/metrics"
+        path = "/v1/models" if port in options.users_port else "/metrics"
         found[str(port)] = {f"GET {path}": http_get(options.host, port, path)}
         for way, (channel_credentials, server_names) in ways.items():
             # Keep the name with which most calls were answered.

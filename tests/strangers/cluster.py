@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,26 +10,36 @@ from typing import Final
 
 import psutil
 
-from tailrace.local.certificates import ETCD_ROOT, ETCD_SERVER, OPERATOR, certificate_folder
-from tailrace.local.plan import PartSpec, Plan
-from tailrace.local.ports import LOOPBACK
+from tailrace.local.certificates import (
+    ETCD_ROOT,
+    ETCD_SERVER,
+    OPERATOR,
+    certificate_folder,
+    span_certificates,
+)
+from tailrace.local.plan import PartSpec, Plan, Tier
+from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.local.state import RunFolder, RunState
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import etcd_command
+from tests.harness.keys import write_key_file
 from tests.harness.plans import simulated_plan
 from tests.harness.usage import descendants
 
-KEY: Final = "sk-of-the-users"
-"""The API key that vLLM's front end requires of users."""
+KEY: Final = "sk-tailrace-strangers-of-the-users"
+"""The API key that vLLM's front end and the edge require of users."""
+EVERY_ROLE: Final = tuple(role for role in Role if role not in (Role.ETCD, Role.ETCD_ROOT))
+"""Those that a certificate of the cluster's own authority can have."""
 
 
 def exposed_plan(folder: RunFolder, host: str, workers: int) -> Plan:
-    """Return the plan of `tailrace up --tls` with simulated engines, but on `host` in place of loopback."""
+    """Return the plan of `tailrace up --tls` with simulated engines and an edge, but on `host` in place of
+    loopback."""
     plan = simulated_plan(folder, workers, tls=True, etcd=partial(_etcd, folder))
     plan = replace(
         plan,
-        parts=[_rebind(part, host) for part in plan.parts],
+        parts=[_rebind(part, host) for part in (*plan.parts, _edge(folder, plan))],
         environment={name: value.replace(LOOPBACK, host) for name, value in plan.environment.items()}
         | {"VLLM_API_KEY": KEY},
         admin=plan.admin.replace(LOOPBACK, host),
@@ -41,8 +52,7 @@ def exposed_plan(folder: RunFolder, host: str, workers: int) -> Plan:
     for identity in (
         OPERATOR,
         ETCD_ROOT,
-        Identity(Role.TELEMETRY, "stranger"),
-        Identity(Role.VIEWER, "stranger"),
+        *(Identity(role, "stranger") for role in EVERY_ROLE),
     ):
         authority.issue(identity)
     return plan
@@ -56,6 +66,28 @@ def listening_ports(state: RunState) -> dict[int, str]:
         for connection in psutil.net_connections("tcp")
         if connection.laddr and connection.status == psutil.CONN_LISTEN and connection.pid in owners
     }
+
+
+def edge_of(plan: Plan) -> PartSpec:
+    """Return the edge."""
+    return next(part for part in plan.parts if part.tier is Tier.EDGE)
+
+
+def _edge(folder: RunFolder, plan: Plan) -> PartSpec:
+    listen, metrics, http = (f"{LOOPBACK}:{port}" for port in free_ports(3))
+    keys = write_key_file(folder.data / "keys.json", KEY)
+    certificate = certificate_folder(plan.certificates, Role.EDGE.value, "edge")
+    command = [sys.executable, "-m", "tailrace", "serve", "edge", "--id", "edge", "--etcd", plan.etcd]
+    command += ["--listen", listen, "--metrics", metrics, "--http", http, "--tls", certificate]
+    return PartSpec(
+        "edge",
+        Tier.EDGE,
+        [*command, "--api-keys", str(keys)],
+        listen,
+        environment=span_certificates(certificate),
+        http=f"http://{http}",
+        role=Role.EDGE.value,
+    )
 
 
 def _etcd(folder: RunFolder, port: int) -> list[str]:

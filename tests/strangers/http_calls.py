@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import http.client
 import json
+import posixpath
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from frontend_svc.api_server.tenants import SERVED_ROUTES
@@ -111,18 +112,31 @@ class Rules:
     # Whether a request without a key for what is not served gets 404 or 405, with no body, and any OPTIONS
     # what a preflight request gets.
     tells_what_is_not_served: bool = False
+    # Whether an edge answers: it reads `..` as a step up, and asks no key of any OPTIONS.
+    is_edge: bool = False
+
+    def read(self, request: HttpRequest) -> HttpRequest:
+        """Return the request as the server reads it."""
+        if not self.is_edge:
+            return request
+        path = posixpath.normpath(request.path) if "/../" in request.path else request.path
+        # Its own server ignores the upgrade.
+        is_get = request.method == "HEAD" or (request.method == WEBSOCKET and path == "/v1/models")
+        method = "GET" if is_get else request.method
+        return replace(request, method=method, path=path)
 
     def is_open(self, request: HttpRequest) -> bool:
         """Return whether the request may be answered without a key."""
         # HEAD is GET without a body, and a server without web sockets ignores the upgrade.
         method = "GET" if request.method == "HEAD" else request.method
-        if method == WEBSOCKET and self.tells_what_is_not_served:
+        if method == WEBSOCKET and (self.tells_what_is_not_served or self.is_edge):
             method = "GET"
         if request.path in self.open_paths and method != WEBSOCKET:
             return True
         return (method, request.path) in self.open_requests
 
 
+_EDGE_OPEN: Final = ("/health", "/ready", "/ping")
 _PROBES: Final = frozenset({("GET", "/health"), ("GET", "/version")})
 TENANTS: Final = Rules(_PROBES | {("GET", "/ready"), ("GET", "/ping")})
 ONE_KEY: Final = Rules(
@@ -138,6 +152,10 @@ ONE_KEY_RUST: Final = Rules(
     answers_preflights=True,
     tells_what_is_not_served=True,
 )
+EDGE: Final = Rules(
+    frozenset({("GET", path) for path in _EDGE_OPEN}), open_paths=frozenset(_EDGE_OPEN), is_edge=True
+)
+"""Before front ends of both kinds; what these check themselves comes after it."""
 
 
 class HttpOutcome(enum.StrEnum):
@@ -156,6 +174,7 @@ class HttpOutcome(enum.StrEnum):
 
 def http_outcome(rules: Rules, visitor: Visitor, request: HttpRequest, reply: Reply) -> HttpOutcome:
     """Judge a reply."""
+    request = rules.read(request)
     refused = reply.status == 401 or (request.method == WEBSOCKET and reply.status == 403)
     from_router = reply.status in (404, 405)
     answered = bool(reply.status) and not refused and not from_router
@@ -168,14 +187,24 @@ def http_outcome(rules: Rules, visitor: Visitor, request: HttpRequest, reply: Re
             return HttpOutcome.NOT_SERVED
     if visitor.kind is Kind.USER:
         return HttpOutcome.OWN if reply.status and not refused else HttpOutcome.MISSING
+    if rules.is_edge and request.method in ("OPTIONS", PREFLIGHT):
+        return HttpOutcome.NOT_SERVED if _is_preflight(reply) else HttpOutcome.IMPROPER
     if visitor.kind is Kind.STRANGER:
         return _outcome_of_stranger(rules, request, reply, refused=refused)
     if (request.method, request.path) not in SERVED_ROUTES:
         refused = reply.status == 404 or (request.method == WEBSOCKET and reply.status == 403)
+        # Before any path the edge checks the model; a front end with vLLM's Rust API server answers 405.
+        by_model = reply.status == 403 and visitor.kind is Kind.TENANT_OF_ANOTHER_MODEL
+        refused = refused or (rules.is_edge and (from_router or by_model))
         return HttpOutcome.REFUSED if refused else HttpOutcome.IMPROPER
     if visitor.kind is Kind.TENANT_OF_ANOTHER_MODEL and request.method != "GET":
         return HttpOutcome.REFUSED if reply.status == 403 else HttpOutcome.IMPROPER
     return HttpOutcome.MISSING if reply.status in (0, 401, 403) else HttpOutcome.OWN
+
+
+def _is_preflight(reply: Reply) -> bool:
+    """Return whether no handler was reached: only the API server's router, or its check of the key."""
+    return reply.status in (401, 404, 405, 501) or reply.body.startswith(_PREFLIGHT_BODIES) or not reply.body
 
 
 def _outcome_of_stranger(rules: Rules, request: HttpRequest, reply: Reply, *, refused: bool) -> HttpOutcome:

@@ -21,7 +21,9 @@ from tailrace.local.ports import LOOPBACK, free_ports
 from tailrace.tiny import MODEL_PATH
 from tests.harness.servers import MODEL, TailraceCluster, wait_until_up
 from tests.strangers.cluster import KEY
+from tests.strangers.edge import open_to_others
 from tests.strangers.http_calls import (
+    EDGE,
     ONE_KEY,
     ONE_KEY_RUST,
     TENANTS,
@@ -99,7 +101,10 @@ def try_http(folder: Path) -> AllHttpTried:
             tenant: _keys(keys, "make", tenant, "--models", models).split()[-1]
             for tenant, models in (("a", ""), ("b", "another-model"), ("gone", ""))
         }
-        with _front_end(cluster, folder, "python", DEVELOPMENT, "--api-keys", str(keys)) as port:
+        with (
+            _front_end(cluster, folder, "python", DEVELOPMENT, "--api-keys", str(keys)) as port,
+            _edge(cluster, folder, keys) as edge,
+        ):
             _revoke(keys, "gone", port, made)
             visitors = [
                 *_strangers(made["a"]),
@@ -108,6 +113,8 @@ def try_http(folder: Path) -> AllHttpTried:
                 Visitor("a tenant of another model", Kind.TENANT_OF_ANOTHER_MODEL, f"Bearer {made['b']}"),
             ]
             tried += _try("Python, keys of tenants", port, TENANTS, visitors, routes)
+            # Before this one, and the cluster's own with vLLM's Rust API server, which has no key.
+            tried += _try("edge, keys of tenants", edge, EDGE, visitors, routes)
         visitors = [*_strangers(KEY), Visitor("the key", Kind.USER, f"Bearer {KEY}")]
         one_key = {"VLLM_API_KEY": KEY}
         with _front_end(cluster, folder, "python", one_key | DEVELOPMENT) as port:
@@ -146,12 +153,30 @@ def _front_end(
     cluster: TailraceCluster, folder: Path, front: str, environment: Mapping[str, str], *options: str
 ) -> Iterator[int]:
     """Run a front end for the block; its value is the HTTP port."""
+    options = ("--front", front, "--model", str(MODEL_PATH), "--served-model-name", MODEL, *options)
+    with _served(cluster, folder, "frontend", environment, *options) as port:
+        yield port
+
+
+@contextmanager
+def _edge(cluster: TailraceCluster, folder: Path, keys: Path) -> Iterator[int]:
+    """Run an edge for the block, whose files are its user's only; its value is the HTTP port."""
+    with _served(cluster, folder, "edge", {}, "--api-keys", str(keys)) as port:
+        if found := open_to_others(port):
+            raise RuntimeError(f"other users reach {', '.join(found)}")
+        yield port
+
+
+@contextmanager
+def _served(
+    cluster: TailraceCluster, folder: Path, kind: str, environment: Mapping[str, str], *options: str
+) -> Iterator[int]:
+    """Run a service for the block; its value is the HTTP port."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tailrace", "serve", "frontend", "--etcd", cluster.etcd]
-    command += ["--http", f"{LOOPBACK}:{port}", "--front", front, "--model", str(MODEL_PATH)]
-    command += ["--served-model-name", MODEL, *options]
+    command = [sys.executable, "-m", "tailrace", "serve", kind, "--etcd", cluster.etcd]
+    command += ["--http", f"{LOOPBACK}:{port}", *options]
     command += ["--listen", f"{LOOPBACK}:0", "--metrics", f"{LOOPBACK}:0"]
-    log_path = folder / f"frontend-{port}.log"
+    log_path = folder / f"{kind}-{port}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **environment}
@@ -159,7 +184,7 @@ def _front_end(
         try:
             if not wait_until_up(f"http://{LOOPBACK}:{port}/health", process, _START_S):
                 end = log_path.read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"the front end did not start:\n{end}")
+                raise RuntimeError(f"the {kind} did not start:\n{end}")
             yield port
         finally:
             process.terminate()

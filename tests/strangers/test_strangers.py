@@ -6,6 +6,7 @@ import pytest
 
 from frontend_svc.api_server import middleware, tenants
 from tests.strangers.http_calls import (
+    EDGE,
     ONE_KEY,
     ONE_KEY_RUST,
     PREFLIGHT,
@@ -80,6 +81,31 @@ def test_reply_to_a_stranger(
 )
 def test_reply_to_a_tenant(kind: Kind, method: str, path: str, status: int, outcome: HttpOutcome) -> None:
     assert _judge(TENANTS, kind, method, path, Reply(status)) is outcome
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "path", "reply", "outcome"),
+    [
+        (Kind.STRANGER, "POST", "/v1/completions", Reply(401), _REFUSED),
+        (Kind.STRANGER, "POST", "/v1/completions", Reply(404, _JSON), _IMPROPER),
+        (Kind.STRANGER, "GET", "/v1/models", Reply(405, _JSON), _IMPROPER),
+        (Kind.STRANGER, "GET", "/version", Reply(200, _JSON), _IMPROPER),
+        (Kind.STRANGER, "GET", "/health/../ready", Reply(200), _OPEN),
+        (Kind.STRANGER, "GET", "/health/../metrics", Reply(200), _IMPROPER),
+        (Kind.STRANGER, WEBSOCKET, "/v1/realtime", Reply(101), _IMPROPER),
+        (Kind.STRANGER, WEBSOCKET, "/health", Reply(200), _OPEN),
+        (Kind.STRANGER, PREFLIGHT, "/v1/completions", Reply(200), _UNSERVED),
+        (Kind.STRANGER, PREFLIGHT, "/v1/completions", Reply(200, _JSON), _IMPROPER),
+        (Kind.TENANT, "POST", "/v1/completions", Reply(200), _OWN),
+        (Kind.TENANT, "POST", "/v1/completions", Reply(403), _MISSING),
+        (Kind.TENANT, "POST", "/sleep", Reply(403), _IMPROPER),
+        (Kind.TENANT, WEBSOCKET, "/v1/models", Reply(200), _OWN),
+        (Kind.TENANT_OF_ANOTHER_MODEL, "PUT", "/tokenize", Reply(403), _REFUSED),
+        (Kind.TENANT_OF_ANOTHER_MODEL, "POST", "/tokenize", Reply(200), _IMPROPER),
+    ],
+)
+def test_reply_of_an_edge(kind: Kind, method: str, path: str, reply: Reply, outcome: HttpOutcome) -> None:
+    assert _judge(EDGE, kind, method, path, reply) is outcome
 
 
 def test_reply_to_the_user_with_the_key() -> None:
