@@ -44,9 +44,9 @@ def fingerprints(fleet: Fleet) -> dict[str, str]:
     return {name: each["fingerprint"] for each in model["versions"] for name in each["instance_ids"]}
 
 
-def changed_model(folder: Path) -> Path:
-    """Make a copy of the tiny model with other weights, and thus other answers, and return its path."""
-    shutil.copytree(MODEL_PATH, folder)
+def changed_model(folder: Path, model: Path = MODEL_PATH) -> Path:
+    """Make a copy of a model with other weights, and thus other answers, and return its path."""
+    shutil.copytree(model, folder)
     file = folder / "model.safetensors"
     weights = load_file(file)
     noise = np.random.default_rng(1)

@@ -35,11 +35,11 @@ class WorkingFolder:
         # The examples are not installed with the packages.
         return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
-    def tailrace(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def tailrace(self, *arguments: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         """Run `tailrace` to its end."""
-        return self.run(*self.command(*arguments))
+        return self.run(*self.command(*arguments), timeout_s=timeout_s)
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         return subprocess.run(
             command,
@@ -48,7 +48,7 @@ class WorkingFolder:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=UP_S,
+            timeout=timeout_s,
         )
 
     def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
