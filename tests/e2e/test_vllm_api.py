@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import grpc
 import pytest
@@ -26,8 +27,8 @@ from tests.waiting import WAIT_S
 pytestmark = pytest.mark.vllm
 
 PROMPT = encode_turns([("user", task("wxyz", 60, 20).prompt)])
-TOKENS = 350
-TRIES = 5
+# A fast engine makes the first of these before anybody has heard of the request.
+TOKENS = (350, 700, 1_400, 2_800, 2_800)
 GENERATED = "tailrace_worker_generated_tokens_total"
 
 
@@ -76,15 +77,18 @@ def _move(fleet: Fleet, request_id: str, source: str) -> bool:
     return False
 
 
-def check_moved(fleet: Fleet, ask: Callable[[], Completion], requests: int) -> tuple[Completion, Completion]:
-    """Return the undisturbed answer and an equal one with all requests moved; retry if some ended first."""
-    undisturbed = ask()
-    for _ in range(TRIES):
-        answer, count = run_and_move(fleet, ask, requests)
+def check_moved(
+    fleet: Fleet, ask: Callable[[int], Completion], requests: int
+) -> tuple[Completion, Completion]:
+    """Return the undisturbed answer and an equal one with all requests moved; ask for a longer one if some
+    ended first. `ask(tokens)`: for so many tokens."""
+    for tokens in TOKENS:
+        undisturbed = ask(tokens)
+        answer, count = run_and_move(fleet, partial(ask, tokens), requests)
         assert texts(answer) == texts(undisturbed)
         if count == requests:
             return undisturbed, answer
-    pytest.fail(f"no {requests} requests were moved before they ended, {TRIES} times")
+    pytest.fail(f"no {requests} requests were moved before they ended, {len(TOKENS)} times")
 
 
 def objects_of(log: str) -> list[dict[str, str]]:
@@ -112,10 +116,11 @@ def test_each_line_of_a_log_is_an_object(vllm_fleet: Fleet, api: OpenAI) -> None
 def test_several_choices_for_one_prompt(vllm_fleet: Fleet, api: OpenAI) -> None:
     """`n` makes that many requests with different seeds, each placed and moved on its own."""
 
-    def ask() -> Completion:
+    def ask(tokens: int) -> Completion:
         return api.completions.create(
-            model=MODEL, prompt=PROMPT, n=3, seed=11, temperature=1.0, max_tokens=TOKENS
-        )
+            model=MODEL, prompt=PROMPT, n=3, seed=11, temperature=1.0, max_tokens=tokens,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
 
     undisturbed, _ = check_moved(vllm_fleet, ask, 3)
     assert sorted(choice.index for choice in undisturbed.choices) == [0, 1, 2]
@@ -124,12 +129,12 @@ def test_several_choices_for_one_prompt(vllm_fleet: Fleet, api: OpenAI) -> None:
 def test_prompt_log_probabilities(vllm_fleet: Fleet, api: OpenAI) -> None:
     """They arrive once, with the first token, wherever the request ends."""
 
-    def ask() -> Completion:
+    def ask(tokens: int) -> Completion:
         return api.completions.create(
             model=MODEL,
             prompt=PROMPT,
             temperature=0,
-            max_tokens=TOKENS,
+            max_tokens=tokens,
             extra_body={"prompt_logprobs": 1, "ignore_eos": True},
         )
 
