@@ -235,6 +235,9 @@ def uses(fleet: Fleet) -> dict[str, Use]:
         root = psutil.Process(process.pid)
         for number, each in enumerate([root, *root.children(recursive=True)]):
             maps = Path(f"/proc/{each.pid}/maps").read_text().splitlines()
+            if number:
+                # An API server is vLLM's. Its allocator maps areas for threads; its resident memory has them.
+                maps = [line for line in maps if "/" in line]
             found[name if not number else f"{name}/{number}"] = Use(
                 each.num_fds(),
                 len(maps),
