@@ -8,9 +8,9 @@ Envoy follows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,6 +18,7 @@ from typing import Any, Final
 from tailrace.address import MalformedAddress, format_address, is_ip, parse_address
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.roles import Role, server_name
+from tailrace.service.openai_error import error_body
 from tailrace.service.settings import setting
 
 CLUSTER: Final = "x-tailrace-cluster"
@@ -76,14 +77,9 @@ _RETRY_AFTER: Final = {
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
 _METHODS: Final = "GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE"
-_UNKNOWN_METHOD: Final = {
-    "error": {
-        "message": "The method is not known here.",
-        "type": "BadRequestError",
-        "param": None,
-        "code": 405,
-    }
-}
+_UNKNOWN_METHOD: Final = error_body(
+    HTTPStatus.METHOD_NOT_ALLOWED, "BadRequestError", "The method is not known here."
+).decode()
 _AS_JSON: Final = {
     "header": {"key": "content-type", "value": "application/json"},
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
@@ -364,15 +360,23 @@ def _routes() -> list[dict[str, Any]]:
     }
     unknown = {
         "match": {"prefix": "/", "headers": [is_unknown]},
-        "direct_response": {"status": 405, "body": {"inline_string": json.dumps(_UNKNOWN_METHOD)}},
+        "direct_response": {"status": 405, "body": {"inline_string": _UNKNOWN_METHOD}},
         "response_headers_to_add": [_AS_JSON],
         "typed_per_filter_config": _unasked("key", "model"),
     }
-    return [
-        unknown,
-        *own,
-        {"match": {"prefix": "/"}, "route": to_models, "request_headers_to_remove": [CLUSTER]},
-    ]
+    to_models_route = {"route": to_models, "request_headers_to_remove": [CLUSTER]}
+    # A browser asks without a key whether a page may send one. No body is read for that.
+    is_preflight = {"name": ":method", "string_match": {"exact": "OPTIONS"}}
+    bodiless = {
+        "@type": f"{_TYPES}.filters.http.ext_authz.v3.ExtAuthzPerRoute",
+        "check_settings": {"disable_request_body_buffering": True},
+    }
+    preflight = {
+        "match": {"prefix": "/", "headers": [is_preflight]},
+        "typed_per_filter_config": {**_unasked("key"), "envoy.filters.http.ext_authz.model": bodiless},
+        **to_models_route,
+    }
+    return [unknown, *own, preflight, {"match": {"prefix": "/"}, **to_models_route}]
 
 
 def _unasked(*names: str) -> dict[str, Any]:

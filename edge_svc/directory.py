@@ -15,9 +15,10 @@ from tailrace.records import AdapterRecord, ServiceRecord
 
 # What vllm-rs answers with 404 or 400 (docs/api-servers.md).
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
-_GONE_MAX: Final = 1_000
 _ONE: Final = frozenset({b"", b"1", b"null"})
 _RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+# Names that are remembered after their front ends have gone.
+_GONE_MAX: Final = 1_000
 
 
 class Asked(msgspec.Struct):

@@ -72,8 +72,7 @@ class Answers:
         return app
 
     async def _check_key(self, request: web.Request) -> web.Response:
-        # A browser asks without the key whether it may send it.
-        if request.method == "OPTIONS" or self._owner(request) is not None:
+        if self._owner(request) is not None:
             return web.Response()
         self._requests.labels("no key").inc()
         challenge = {"www-authenticate": "Bearer"}

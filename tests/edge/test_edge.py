@@ -253,6 +253,12 @@ def test_strangers_are_refused_before_their_body(fleet: Fleet, tmp_path: Path) -
         # A browser has none when it asks whether a page may send it.
         reply = httpx.options(f"{url}/v1/completions", headers=PREFLIGHT, timeout=WAIT_S)
         assert reply.status_code == 200
+        # Its body is not waited for, of which the edge would read all.
+        with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), WAIT_S) as asking:
+            fields = "".join(f"{name}: {value}\r\n" for name, value in PREFLIGHT.items())
+            head = f"OPTIONS /v1/completions HTTP/1.1\r\nHost: x\r\n{fields}Content-Length: 9\r\n\r\n"
+            asking.sendall(head.encode())
+            assert asking.recv(64).startswith(b"HTTP/1.1 200")
         # Nor have probes.
         assert call(url, "/ready")[0] == 200
     finally:
