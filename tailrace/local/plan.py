@@ -70,7 +70,7 @@ class PartSpec:
 class ScaledModel:
     """A model whose number of instances follows `tailrace_desired_instances`, within bounds."""
 
-    # The metric's label.
+    # The metric's label, which no other model of the fleet has (tailrace/fleet/file.py).
     model: str
     least: int
     most: int
@@ -82,11 +82,6 @@ class ScaledModel:
     workers: Sequence[PartSpec]
     # Values of CUDA_VISIBLE_DEVICES, of which each gets one; empty: there are no GPUs.
     devices: Sequence[str] = ()
-
-    @property
-    def key(self) -> str:
-        """Return what no other one of the fleet has: clusters may serve the same model."""
-        return self.workers[0].name
 
     @property
     def names(self) -> frozenset[str]:

@@ -158,9 +158,9 @@ class Scaler:
         desired = await asyncio.to_thread(desired_instances, state)
         self._tell_unanswered(state, desired)
         for scaled in state.scaled:
-            if scaled.key in desired:
+            if scaled.model in desired:
                 with guarded(KIND, scaled.model):
-                    self._follow(scaled, state, desired[scaled.key])
+                    self._follow(scaled, state, desired[scaled.model])
 
     async def close(self) -> None:
         """Stop watching; workers go on."""
@@ -272,9 +272,9 @@ class Scaler:
 
     def _model(self, scaled: ScaledModel, now_s: float) -> _Model:
         scaling = Scaling(least=scaled.least, most=scaled.most, up_delay_s=0.0, cooldown_s=scaled.hold_s)
-        known = self._models.get(scaled.key)
+        known = self._models.get(scaled.model)
         if known is None or known.scaling != scaling:
-            known = self._models[scaled.key] = _Model(scaling, DesiredInstances(scaling, now_s))
+            known = self._models[scaled.model] = _Model(scaling, DesiredInstances(scaling, now_s))
         return known
 
     def _reap(self) -> None:
@@ -289,7 +289,7 @@ class Scaler:
 
 
 def desired_instances(state: RunState) -> dict[str, float]:
-    """Return the desired number of instances by the model's key, of those whose leading scheduler answers."""
+    """Return the desired number of instances by model, of those whose leading scheduler answers."""
     specs = {part.name: part.spec for part in state.parts if part.spec is not None}
     names = {name for scaled in state.scaled for name in scaled.schedulers if name in specs}
     transport = transport_of(state.certificates, OPERATOR) if state.certificates else PLAIN
@@ -305,7 +305,7 @@ def desired_instances(state: RunState) -> dict[str, float]:
         except (OSError, ValueError, http.client.HTTPException) as error:
             log.debug("%s: %s", url, error)
     return {
-        scaled.key: told[name][scaled.model]
+        scaled.model: told[name][scaled.model]
         for scaled in state.scaled
         for name in scaled.schedulers
         if scaled.model in told.get(name, {})

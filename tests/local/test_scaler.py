@@ -127,20 +127,20 @@ async def test_it_follows_the_number_and_lets_workers_drain(world: World, tmp_pa
     world.write(model(specs(2, _WORKER, str(drained))))
     await world.scaler.round()
     assert world.parts() == []  # nobody says how many
-    world.desired["worker-0"] = 5.0
+    world.desired["m"] = 5.0
     await world.until(lambda parts: names(parts) == ["worker-0", "worker-1"])
     await world.until(lambda parts: all(Path(each.log).read_text() for each in parts))
     started = [each.spec for each in world.parts() if each.spec is not None]
     addresses = [spec.option(flag) for spec in started for flag in ("--listen", "--metrics")]
     assert len(set(addresses)) == 4 and {spec.option("--etcd") for spec in started} == {"127.0.0.1:1"}
-    world.desired["worker-0"] = 1.0
+    world.desired["m"] = 1.0
     await world.until(lambda parts: [each.leaving for each in parts] == [False, True])
     world.desired.clear()
     await world.scaler.round()
     # One that drains is not told again, also not by another scaler; it is not counted either.
     await world.scaler.close()
     world.scaler = Scaler(world.folder)
-    world.desired["worker-0"] = 1.0
+    world.desired["m"] = 1.0
     await world.scaler.round()
     assert [each.identity.alive() for each in world.parts()] == [True, True]
     drained.touch()
@@ -149,7 +149,7 @@ async def test_it_follows_the_number_and_lets_workers_drain(world: World, tmp_pa
 
 async def test_while_another_command_has_the_folder_nothing_changes(world: World) -> None:
     world.write(model(specs(1, _WORKER, "/dev/null")))
-    world.desired["worker-0"] = 1.0
+    world.desired["m"] = 1.0
     with world.folder.locked():
         await world.scaler.round()
         assert world.parts() == []
@@ -162,14 +162,14 @@ async def test_one_that_fails_is_started_again_after_a_pause(
     # Nobody says how many another model needs.
     idle = replace(model([replace(specs(1)[0], name="n-worker-0")]), model="n")
     world.write(model(specs(1, "raise SystemExit('Error: no GPU is free')")), idle)
-    world.desired["worker-0"] = 1.0
+    world.desired["m"] = 1.0
     await world.until(lambda parts: parts != [])
     await world.until(lambda parts: parts == [])
     assert "exited while starting (exit code 1): no GPU is free" in caplog.text
     assert "worker-0 has ended" in caplog.text and "the next start is in" in caplog.text
     await world.scaler.round()
     assert world.parts() == []
-    known = world.scaler._models["worker-0"]
+    known = world.scaler._models["m"]
     delays = [known.failed(known.failed_s) for _ in range(20)]
     assert 2.5 <= delays[0] <= 10.0 and 150.0 <= delays[-1] <= 300.0
     # Room comes free.
@@ -185,5 +185,5 @@ async def test_one_that_fails_is_started_again_after_a_pause(
 
 async def test_the_least_is_kept_whatever_is_asked_for(world: World) -> None:
     world.write(model(specs(2, _WORKER, "/dev/null"), least=1))
-    world.desired["worker-0"] = 0.0
+    world.desired["m"] = 0.0
     await world.until(lambda parts: names(parts) == ["worker-0"])
