@@ -77,6 +77,18 @@ def main() -> int:
         "--large", default="", metavar="NAME,..", help="kinds of the fourth part, by a part of their names"
     )
     parser.add_argument(
+        "--large-speed",
+        type=float,
+        default=FAST,
+        help="engines of the fourth part: multiple of the speed of an H100 with an 8B model",
+    )
+    parser.add_argument(
+        "--small-tokens",
+        type=int,
+        default=SMALL_TOKENS,
+        help="tokens of the first tenant's prompts in the fourth part",
+    )
+    parser.add_argument(
         "--large-per-minute",
         type=float,
         default=0.0,
@@ -100,12 +112,14 @@ def main() -> int:
             console.print("starting fast engines", style="dim")
             file = folder / "keys.json"
             keys = make_keys(file, options.large_per_minute)
-            cluster = stack.enter_context(start_cluster(folder, FAST))
+            cluster = stack.enter_context(start_cluster(folder, options.large_speed))
             front = stack.enter_context(run_front_end(cluster, folder, file, keys))
-            asyncio.run(front.send("patient", at_random(2.0, 5.0, 99), SMALL_TOKENS))  # warm up
+            asyncio.run(front.send("patient", at_random(2.0, 5.0, 99), options.small_tokens))  # warm up
             names = [kind for kind in options.large.split(",") if kind]
             large = asyncio.run(
-                beside_large_requests(front, names, options.large_seconds, options.large_turns, console)
+                beside_large_requests(
+                    front, names, options.small_tokens, options.large_seconds, options.large_turns, console
+                )
             )
     with tempfile.TemporaryDirectory(prefix="tailrace-overload-") as name, ExitStack() as stack:
         if parts == {"4"}:

@@ -116,7 +116,12 @@ class LargeFigures:
 
 
 async def beside_large_requests(
-    front_end: FrontEndClient, names: Sequence[str], seconds: float, turns: int, console: Console
+    front_end: FrontEndClient,
+    names: Sequence[str],
+    small_tokens: int,
+    seconds: float,
+    turns: int,
+    console: Console,
 ) -> list[LargeFigures]:
     """Run the fourth part with the kinds whose names contain one of `names`."""
     # The sizes are found without a limit on their number.
@@ -137,7 +142,7 @@ async def beside_large_requests(
                 console.print(f"  turn {turn + 1}: {case or 'alone'}", style="dim")
                 async with asyncio.TaskGroup() as group:
                     small = group.create_task(
-                        front_end.send("patient", at_random(SMALL_PER_S, seconds, turn), SMALL_TOKENS)
+                        front_end.send("patient", at_random(SMALL_PER_S, seconds, turn), small_tokens)
                     )
                     if kind is not None:
                         attack = group.create_task(client.attack(kind, sizes[case], seconds))
@@ -152,7 +157,7 @@ async def beside_large_requests(
                 ttfts.setdefault(case, []).append([result.ttft for result in results])
                 failed[case] = failed.get(case, 0) + len(results) - len(ttfts_of(results))
                 # Wait until the front end is done with what it still has of it.
-                await front_end.send("patient", [2.0, 2.1, 2.2], SMALL_TOKENS)
+                await front_end.send("patient", [2.0, 2.1, 2.2], small_tokens)
     finally:
         client.close()
         finder.close()

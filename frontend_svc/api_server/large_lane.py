@@ -4,7 +4,8 @@ Parsing and validation hold the event loop, and tokenizing a thread of vLLM's re
 So large requests get a thread of their own, enter one at a time, by turns of their tenants, and no sooner
 than leaves most of the event loop's time to the others. Their sequences are submitted one by one, with as
 much time in between. Of a tenant's small requests one enters at a time, so that many of them that come at
-once are not all before another tenant's next one.
+once are not all before another tenant's next one, and while other tenants send some, no sooner than leaves
+them most of the event loop's time.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _MAX_TURN_S: Final = 10.0
 # request has come for so many seconds.
 _LOOP_SHARE: Final = 0.1
 _ALONE_SHARE: Final = 0.5
+# Share that the small requests of one tenant may take while another's come: 125 a second.
+_TENANT_SHARE: Final = 0.25
 _ALONE_AFTER_S: Final = 1.0
 # A thread that computes in Python gives the interpreter back to the event loop after this time; Python's
 # default is 5 ms, several times in each small request.
@@ -166,9 +169,11 @@ class Pass:
     """A small request's pass. Giving it back twice is like once."""
 
     def __init__(self, doors: Doors, tenant: str, longest_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.began_s = loop.time()
         self._doors = doors
         self._tenant = tenant
-        self._timer = asyncio.get_running_loop().call_later(longest_s, self.give_back)
+        self._timer = loop.call_later(longest_s, self.give_back)
         self._given_back = False
 
     def give_back(self) -> None:
@@ -176,7 +181,7 @@ class Pass:
         if not self._given_back:
             self._given_back = True
             self._timer.cancel()
-            self._doors.pass_on(self._tenant)
+            self._doors.pass_ended(self._tenant, self.began_s)
 
 
 class Doors:
@@ -188,8 +193,11 @@ class Doors:
     def __init__(self, longest_s: float = LARGE_LOOP_S) -> None:
         """`longest_s`: of a pass. What occupies the event loop for longer would be large."""
         self._longest_s = longest_s
-        # Of tenants with a request inside.
+        # Of tenants whose door is closed: a request is inside, or the next one may not enter yet.
         self._waiting: dict[str, deque[asyncio.Future[Pass]]] = {}
+        # Who sent the newest request, when, and when the newest one of anybody else came.
+        self._newest = ""
+        self._newest_s = self._other_s = -_ALONE_AFTER_S
 
     def __len__(self) -> int:
         """Count the requests that wait."""
@@ -197,11 +205,15 @@ class Doors:
 
     async def enter(self, tenant: str) -> Pass:
         """Wait for the pass of a tenant's request."""
+        loop = asyncio.get_running_loop()
+        if tenant != self._newest:
+            self._newest, self._other_s = tenant, self._newest_s
+        self._newest_s = loop.time()
         queue = self._waiting.get(tenant)
         if queue is None:
             self._waiting[tenant] = deque()
             return Pass(self, tenant, self._longest_s)
-        waiting: asyncio.Future[Pass] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[Pass] = loop.create_future()
         queue.append(waiting)
         try:
             return await waiting
@@ -211,8 +223,17 @@ class Doors:
                 waiting.result().give_back()
             raise
 
-    def pass_on(self, tenant: str) -> None:
-        """Let the next one enter; for Pass alone."""
+    def pass_ended(self, tenant: str, began_s: float) -> None:
+        """Open the door for the tenant's next request, later if others send some; for Pass alone."""
+        loop = asyncio.get_running_loop()
+        other_s = self._other_s if tenant == self._newest else self._newest_s
+        open_s = began_s + REQUEST_LOOP_S / _TENANT_SHARE
+        if loop.time() - other_s < _ALONE_AFTER_S and open_s > loop.time():
+            loop.call_at(open_s, self._open, tenant)
+        else:
+            self._open(tenant)
+
+    def _open(self, tenant: str) -> None:
         queue = self._waiting[tenant]
         while queue:
             waiting = queue.popleft()

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_svc.api_server.large_lane import Doors, LaneTurn, LargeLane, Pass, large_task, use_two_lanes
+from frontend_svc.api_server.large_lane import (
+    REQUEST_LOOP_S,
+    Doors,
+    LaneTurn,
+    LargeLane,
+    Pass,
+    large_task,
+    use_two_lanes,
+)
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tests.waiting import WAIT_S
 
@@ -146,6 +154,31 @@ async def test_small_requests_of_a_tenant_enter_one_by_one_and_hold_up_no_other_
         second.give_back()
         (await waiting[1]).give_back()
     assert len(doors) == 0
+
+
+async def test_small_requests_of_one_tenant_leave_others_most_of_the_event_loop() -> None:
+    doors = Doors()
+    loop = asyncio.get_running_loop()
+
+    async def enter_ten_times() -> float:
+        began_s = loop.time()
+        for _ in range(10):
+            (await doors.enter("busy")).give_back()
+        return loop.time() - began_s
+
+    async with asyncio.timeout(20):
+        (await doors.enter("other")).give_back()
+        # The first enters at once, and each of the others takes a quarter of the time since the one before.
+        assert await enter_ten_times() >= 9 * REQUEST_LOOP_S / 0.25
+
+
+async def test_tenant_alone_enters_without_pauses() -> None:
+    doors = Doors()
+    for _ in range(100):
+        # Raised at the first step if the door is open: then entering waits for nothing.
+        with pytest.raises(StopIteration) as entered:
+            doors.enter("busy").send(None)
+        entered.value.value.give_back()
 
 
 async def test_small_request_that_waits_for_something_else_holds_up_nobody_for_long() -> None:
