@@ -60,6 +60,9 @@ _COPY_S: Final = 10.0
 _LOOP: Final = loop_named("actions")
 # Concurrent actions. Migrations beyond the migration service's own limits wait there, not here.
 _OPEN_MAX: Final = 512
+# Pool moves that are written at a time. Arrow moves all instances of a fleet at once: hundreds of calls of
+# etcd together exceed their deadlines, and placements wait behind them.
+_POOL_WRITES: Final = 32
 _PRECONDITION: Final = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -81,6 +84,7 @@ class Actuator:
         self._settings = settings
         self._metrics = metrics
         self._refusals = LimitedLog(log)
+        self._pool_writes = asyncio.Semaphore(_POOL_WRITES)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(self, actions: Sequence[Action], policy: str, when_full: WhenFull = WhenFull.REFUSE) -> None:
@@ -160,7 +164,8 @@ class Actuator:
     async def _set_pool(self, order: PoolOrder) -> str:
         written = False
         try:
-            await self._settings.swap_pool(order.instance_id, order.before, order.pool)
+            async with self._pool_writes:
+                await self._settings.swap_pool(order.instance_id, order.before, order.pool)
             written = True
         finally:
             if not written:

@@ -137,7 +137,7 @@ def need(
         return Need(0.0, 0)
     load = _load(lengths, scaling)
     prefilling = load.rate_per_s / len(serving) * load.prefill_s(nominal)
-    steps = _mean_steps([_steps_of(instance, nominal, prefilling) for instance in serving])
+    steps = _mean_steps(_steps_of(instance, nominal, prefilling) for instance in serving)
     base_s = max(steps.prefill_base_s, steps.decode_base_s)
     capacity_per_s = scaling.utilization * _capacity_per_s(serving, load, steps, base_s, slo)
     arriving = _ratio(load.rate_per_s, capacity_per_s)
@@ -174,21 +174,21 @@ def _load(lengths: LengthStatistics, scaling: Scaling) -> _Load:
     return _Load(arrived / max(lengths.seconds, scaling.window_s / PARTS), prompt, squared, output, context)
 
 
-def _steps_of(instance: InstanceView, nominal: StepModel, prefilling: float) -> StepTimes[float]:
-    """Return the step times of an instance: as measured, else the nominal ones times what a step takes longer
-    than they say.
+def _steps_of(
+    instance: InstanceView, nominal: StepModel, prefilling: float
+) -> tuple[StepTimes[float], float]:
+    """Return the step times of an instance, and how many times as long its steps take: its own as measured,
+    else the nominal ones and what a step takes longer than they say.
 
     `prefilling`: the share of its time that prefills would take by them. A step has at most one chunk.
     """
     if instance.measured is not None:
-        return instance.measured.steps
+        return instance.measured.steps, 1.0
     if instance.token_interval_s <= 0.0:
-        return nominal
+        return nominal, 1.0
     decode_s = nominal.decode_s(instance.running, _held_tokens(instance))
     chunk_s = min(instance.token_interval_s * prefilling, nominal.compute_s(nominal.chunk_tokens))
-    longer = instance.token_interval_s / (decode_s + chunk_s)
-    times = {field.name: longer * getattr(nominal, field.name) for field in fields(StepTimes)}
-    return StepTimes(**{**times, "chunk_tokens": nominal.chunk_tokens})
+    return nominal, instance.token_interval_s / (decode_s + chunk_s)
 
 
 def _capacity_per_s(
@@ -237,8 +237,22 @@ def _holding(instances: Iterable[InstanceView], serving: Iterable[InstanceView])
     return count if held <= 0 or not capacities else count + math.ceil(held / capacities[0])
 
 
-def _mean_steps(steps: Collection[StepTimes[float]]) -> StepTimes[float]:
-    return StepTimes(*(_mean(getattr(each, field.name) for each in steps) for field in fields(StepTimes)))
+def _mean_steps(steps: Iterable[tuple[StepTimes[float], float]]) -> StepTimes[float]:
+    """Return the mean of step times, each as many times as long as it says.
+
+    A thousand instances share a few step times, so their factors are added first: placements wait meanwhile.
+    """
+    shared: dict[int, tuple[StepTimes[float], list[float]]] = {}
+    for each, longer in steps:
+        shared.setdefault(id(each), (each, []))[1].append(longer)
+    weights = [(each, math.fsum(factors), len(factors)) for each, factors in shared.values()]
+    count = sum(number for _, _, number in weights)
+    times = {
+        field.name: math.fsum(getattr(each, field.name) * weight for each, weight, _ in weights) / count
+        for field in fields(StepTimes)
+    }
+    chunk_tokens = math.fsum(each.chunk_tokens * number for each, _, number in weights) / count
+    return StepTimes(**{**times, "chunk_tokens": chunk_tokens})
 
 
 def _mean(values: Iterable[float]) -> float:

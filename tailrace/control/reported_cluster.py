@@ -232,9 +232,9 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         silent = frozenset(names)
         if silent >= self._known.keys():
             silent = frozenset()
-        if silent != self._silent:
-            self._silent = silent
-            self._rebuild()
+        for name in (silent ^ self._silent) & self._known.keys():
+            self._mark_dirty(name)
+        self._silent = silent
 
     def _apply_report(self, report: monitor_pb2.WorkerReport, now_s: float) -> list[PhaseChange]:
         """Apply a report; return the phase changes that it shows, in order. Unknown instances are ignored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar, cast
@@ -44,6 +45,11 @@ from tailrace.telemetry.incidents import (
 log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 60.0
+# After a change the process is left to others for this many times as long as the change took, but not for
+# longer than `_REST_S`; changes during that time are applied together. Arrow moves all instances of a fleet
+# at once, each move a change in etcd, and the larger the fleet, the longer a change takes.
+_REST: Final = 4.0
+_REST_S: Final = 0.25
 _FRONTEND: Final = "frontend"
 
 _Record = TypeVar("_Record", AdapterRecord, InstanceRecord, ServiceRecord, ProfileRecord, RolloutRecord)
@@ -121,12 +127,14 @@ class Membership:
 
     async def _follow(self, first: asyncio.Event) -> None:
         async for snapshot in self._store.watch_revisions(""):
+            began_s = time.monotonic()
             self.revision = snapshot.revision
             self._apply(snapshot.values)
             UNREADABLE_NOW.labels(ODD_KEY).set(snapshot.odd_keys)
             UNREADABLE_NOW.labels(ODD_VALUE).set(snapshot.odd_values)
             first.set()
             self._notify()
+            await asyncio.sleep(min(_REST_S, _REST * (time.monotonic() - began_s)))
 
     def _notify(self) -> None:
         for listener in self._listeners:

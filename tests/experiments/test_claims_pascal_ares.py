@@ -54,7 +54,7 @@ DIRECTION, NOT = Verdict.DIRECTION, Verdict.DOES_NOT_HOLD
 
 def test_every_row_is_claimed_once() -> None:
     ids = Counter(claim.claim_id for experiment in ALL for claim in experiment.claims)
-    assert ids == Counter([*(f"P{n}" for n in range(1, 16)), *(f"A{n}" for n in range(1, 13))])
+    assert ids == Counter([*(f"P{n}" for n in range(1, 18)), *(f"A{n}" for n in range(1, 13))])
 
 
 @pytest.mark.parametrize("experiment", ALL, ids=lambda e: e.name)
@@ -232,11 +232,13 @@ def test_single_gpu_claims_are_judged() -> None:
     }
     runs = {run.name: arms[run.name.split("/")[1]] for run in single.one_gpu_rows(WHOLE).runs}
     found = _by_id(single.judge(WHOLE, runs))
-    assert [f.verdict for f in found.values()] == [HOLDS, HOLDS]
+    assert [f.verdict for f in found.values()] == [HOLDS, HOLDS, HOLDS, HOLDS]
     assert "1.20 ± 0.00x in circular order" in found["P13"].ours and "direction only" in found["P13"].why
     assert found["P14"].why.endswith("RR in circular order 50% ± 0%; holds at no load tried")
+    assert found["P16"].ours.startswith("FCFS 5.00 ± 0.00x : 1.20 ± 0.00x, RR 1.10")
+    assert "in circular order at no load tried" in found["P17"].why
     runs = {run.name: arms["oracle"] for run in single.one_gpu_rows(WHOLE).runs}
-    assert [f.verdict for f in _by_id(single.judge(WHOLE, runs)).values()] == [NOT, NOT]
+    assert [f.verdict for f in _by_id(single.judge(WHOLE, runs)).values()] == [NOT, NOT, NOT, NOT]
 
 
 def test_a_late_answer_reduces_qoe() -> None:

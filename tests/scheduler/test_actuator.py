@@ -204,6 +204,26 @@ async def test_an_order_that_lost_the_race_no_longer_counts(scheduler: Scheduler
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
 
 
+async def test_pool_moves_of_a_large_fleet_are_written_a_few_at_a_time(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, most, names = 0, 0, [f"i{n}" for n in range(100)]
+
+    async def swap_pool(settings: Settings, instance_id: str, expected: Pool | None, pool: Pool) -> None:
+        nonlocal writing, most
+        writing += 1
+        most = max(most, writing)
+        await asyncio.sleep(0)
+        writing -= 1
+
+    monkeypatch.setattr(Settings, "swap_pool", swap_pool)
+    set_members(scheduler.state, StaticMembers({name: instance(name) for name in names}), 2.0)
+    scheduler.actuator.submit([SetPool(name, Pool.DECODE) for name in names], "test")
+    assert scheduler.pools == [Pool.DECODE] * 100, "all of them count at once"
+    await scheduler.finish_actions()
+    assert most <= 32
+
+
 async def test_instances_are_asked_to_hand_prompts_back(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

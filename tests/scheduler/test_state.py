@@ -241,6 +241,18 @@ def test_if_all_instances_are_silent_none_is_suspect() -> None:
     assert len(state.view().placeable()) == 2
 
 
+def test_an_instance_that_stops_reporting_renews_only_its_own_view() -> None:
+    state = cluster("a", "b", "c")
+    state.apply(ReportsStopped(["b"]))
+    before = dict(state.view().instances)
+    state.apply(ReportsStopped(["c"]))
+    view = state.view()
+    assert [view.instances[name].state is InstanceState.ACTIVE for name in "abc"] == [True, True, False]
+    assert view.instances["a"] is before["a"]
+    state.apply(ReportsStopped(["c"]))
+    assert state.view() is view
+
+
 def test_one_open_migration_per_request() -> None:
     state = cluster("a")
     report_to(state, steady("a", [request("r")]), 1.0)

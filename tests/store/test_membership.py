@@ -24,6 +24,7 @@ from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.store import client as store_client
+from tailrace.store import membership as membership_module
 from tailrace.store.client import EtcdClient
 from tailrace.store.etcd_api import TXN, delete_op, put_op
 from tailrace.store.membership import Membership
@@ -399,6 +400,26 @@ async def test_a_rollout_drains_instances_while_they_run_the_old_model(store: St
     await newcomer.close()
     await store.delete("rollouts//models/m")
     await wait_for_members(members, lambda: not members.rollouts)
+    await members.close()
+
+
+async def test_changes_that_come_together_are_applied_together(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a fleet so large that each change takes long."""
+    monkeypatch.setattr(membership_module, "_REST", 1e6)
+    members, applied = await Membership.start(store), 0
+
+    def count() -> None:
+        nonlocal applied
+        applied += 1
+
+    members.add_listener(count)
+    names = [f"i{n}" for n in range(200)]
+    for name in names:
+        await store.put(f"pools/{name}", b"decode")
+    await wait_for_members(members, lambda: len(members.pools) == len(names))
+    assert applied < len(names) / 2
     await members.close()
 
 

@@ -1,4 +1,4 @@
-"""PASCAL's claims, rows P1 to P15 of the papers' numbers (HPCA'26, arXiv 2602.11530)."""
+"""PASCAL's claims, rows P1 to P17 of the papers' numbers (HPCA'26, arXiv 2602.11530)."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 In the paper the rates are only axis labels. The one figure that indicates its "high" rate is NonAdaptive's
 share of violations, 7.45% (P9): with exact views our cluster comes nearest to it at 1.1 times the saturation
 rate (experiments/claims/saturation.py). So high is 1.1, medium 0.8 and low 0.6; this number of P9 is thereby
-an input, everything else is not. The first quarter of the requests fills the cluster
-and is not counted. For the rows that depend on the rate (P5, P8 to P10), the figures include the curve from
-0.6 to 1.35 with the spread at each point.
+an input, as are P7's in the lengths (simulator/workloads/pascal.py). The first quarter of the requests fills
+the cluster and is not counted. For the rows that depend on the rate (P5, P8 to P10), the figures include the
+curve from 0.6 to 1.35 with the spread at each point.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Rows P13 and P14: one GPU with half of its KV memory (section III-A, figures 4 and 5).
+"""Rows P13, P14, P16 and P17: one GPU with half of its KV memory (section III-A, figures 4 and 5).
 
 The rate is not given, but bounded: the full device holds all KV at any time, without blocking or preemption.
 Used here is the highest such rate: the mean KV plus three standard deviations fills the device at 0.8 times
 its saturation rate (with Poisson arrivals the variance is mean x E[sum of context^2] / E[sum of context],
 sums over a request's steps).
 
-The rate decides P14: below that bound RR equals the oracle, above it FCFS and RR both wait. So the figures
-include the curve from 0.5 to 0.9.
+The rate decides P14 and P17: below that bound RR equals the oracle, above it FCFS and RR both wait. So the
+figures include the curve from 0.5 to 0.9, and these orderings must hold at every load up to that bound.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import numpy as np
 from experiments.claims.base import Effort, Experiment, Figures, Finding, Run, Verdict
 from experiments.claims.pascal.circular import CircularRoundRobin
 from experiments.claims.pascal.cluster import PROFILE
-from experiments.claims.pascal.rows import P13, P14
+from experiments.claims.pascal.rows import P13, P14, P16, P17
 from experiments.claims.saturation import poisson_at_load
 from experiments.claims.verdicts import (
     format_estimate,
     judge_effect,
+    judge_ordering,
     judged,
     means_of,
     number,
@@ -116,24 +117,32 @@ _PerSeed = Callable[[str, str, str, float], list[float]]
 
 
 def judge(effort: Effort, figures: Mapping[str, Figures]) -> Sequence[Finding]:
-    """Judge P13 and P14."""
+    """Judge P13, P14, P16 and P17."""
     seeds = effort.seeds(SEEDS)
 
     def per_seed(dataset: str, arm: str, name: str, load: float) -> list[float]:
         return [number(figures[_run_name(dataset, arm, load, seed)], name) for seed in seeds]
 
-    return (*judged((P13,), _blocking, per_seed), *judged((P14,), _attained, per_seed))
+    return (
+        *judged((P13,), _blocking, per_seed),
+        *judged((P14,), _attained, per_seed),
+        *judged((P16,), _delayed_lengths, per_seed),
+        *judged((P17,), _long_answers, per_seed),
+    )
+
+
+def _ratios(
+    per_seed: _PerSeed, dataset: str, arm: str, other: str, name: str, load: float = LOAD
+) -> list[float]:
+    """Return a latency under one scheduler over that under another, seed by seed."""
+    ours, others = (per_seed(dataset, one, name, load) for one in (arm, other))
+    return [mine / theirs for mine, theirs in zip(ours, others, strict=True)]
 
 
 def _blocking(per_seed: _PerSeed) -> Finding:
-    def ratios(arm: str, name: str) -> Estimate:
-        ours, oracles = (per_seed(_REASONING, one, name, LOAD) for one in (arm, "oracle"))
-        return estimate([theirs / oracle for theirs, oracle in zip(ours, oracles, strict=True)])
-
     latency = {
-        "fcfs_short_ratio": ratios("fcfs", "latency_short_s"),
-        "rr_long_ratio": ratios("rr", "latency_long_s"),
-        "rr_circular_long_ratio": ratios("rr_circular", "latency_long_s"),
+        f"{arm}_{name}_ratio": estimate(_ratios(per_seed, _REASONING, arm, "oracle", f"latency_{name}_s"))
+        for arm, name in (("fcfs", "short"), ("rr", "long"), ("rr_circular", "long"))
     }
     fcfs, rr, circular = latency.values()
     return Finding(
@@ -147,6 +156,57 @@ def _blocking(per_seed: _PerSeed) -> Finding:
         means_of(latency),
         spreads_of(latency),
     )
+
+
+def _delayed_lengths(per_seed: _PerSeed) -> Finding:
+    ratios = {
+        f"{arm}_{name}": _ratios(per_seed, _REASONING, arm, "oracle", f"latency_{name}_s")
+        for arm in ("fcfs", "rr", "rr_circular")
+        for name in ("short", "long")
+    }
+    found = {f"{name}_ratio": estimate(each) for name, each in ratios.items()}
+
+    def more(one: str, other: str) -> bool:
+        return _exceeds(estimate([a - b for a, b in zip(ratios[one], ratios[other], strict=True)]), 0.0)
+
+    def both(arm: str) -> str:
+        short, long = (format_estimate(found[f"{arm}_{name}_ratio"], ".2f") for name in ("short", "long"))
+        return f"{short}x : {long}x"
+
+    return Finding(
+        P16.claim_id,
+        f"FCFS {both('fcfs')}, RR {both('rr')}",
+        judge_ordering([more("fcfs_short", "fcfs_long"), more("rr_long", "rr_short")]),
+        "latency over the oracle's; a wait for memory is as long for all, and more quanta are preempted more "
+        f"often. RR in circular order {both('rr_circular')}",
+        means_of(found),
+        spreads_of(found),
+    )
+
+
+def _long_answers(per_seed: _PerSeed) -> Finding:
+    found = {
+        f"{arm}_{load:g}": estimate(_ratios(per_seed, _ANSWERING, arm, "fcfs", "latency_long_s", load))
+        for arm in ("rr", "rr_circular")
+        for load in LOADS
+    }
+    holding, circular = (
+        [load for load in LOADS if _exceeds(found[f"{arm}_{load:g}"], 1.0)] for arm in ("rr", "rr_circular")
+    )
+    return Finding(
+        P17.claim_id,
+        ", ".join(f"{format_estimate(found[f'rr_{load:g}'], '.2f')}x at {load:g}" for load in LOADS),
+        _over_loads(holding),
+        f"RR over FCFS; longer beyond the interval {_at_loads(holding)}, in circular order "
+        f"{_at_loads(circular)}",
+        means_of(found),
+        spreads_of(found),
+    )
+
+
+def _exceeds(found: Estimate, limit: float) -> bool:
+    """Return whether a figure is above the limit beyond its spread."""
+    return found.mean - (found.half_width or 0.0) > limit
 
 
 def _attained(per_seed: _PerSeed) -> Finding:
@@ -206,5 +266,5 @@ def _over_loads(holding: Sequence[float]) -> Verdict:
 
 
 def one_gpu_rows(effort: Effort) -> Experiment:
-    """Return the experiment of rows P13 and P14."""
-    return Experiment("pascal-one-gpu", (P13, P14), _runs(effort), partial(judge, effort))
+    """Return the experiment of rows P13, P14, P16 and P17."""
+    return Experiment("pascal-one-gpu", (P13, P14, P16, P17), _runs(effort), partial(judge, effort))
