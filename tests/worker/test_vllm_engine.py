@@ -8,7 +8,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,7 +133,24 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
         with contextlib.suppress(EngineRefusal):
             await engine.export_release(stream.request_id)
     assert (stats.kv_blocks_used, stats.requests) == (0, [])
+    names = {name for stream in front.streams.values() for name in (stream.request_id, stream.key)}
+    assert await engine._run(lambda parts: names_kept(parts, names)) == []
     assert not front.dead
+
+
+def names_kept(parts: EngineParts, names: Collection[object]) -> list[str]:
+    """Return which attributes of the engine's objects, and of vLLM's, have one of these requests."""
+    core, manager = parts.core, parts.core.kv_manager
+    (runner,) = core.core.collective_rpc(lambda worker: worker.model_runner)
+    ours = [parts.table, parts.exports, parts.imports, parts.imports._queue, parts.loans, parts.fetches]
+    ours += [core.host, core.scheduler.tailrace_connector]
+    theirs = [core.scheduler, manager, *manager.coordinator.single_type_managers, runner, runner.input_batch]
+    return [
+        f"{type(owner).__name__}.{name}"
+        for owner in (*ours, *theirs)
+        for name, value in vars(owner).items()
+        if isinstance(value, dict | set) and any(each in names for each in value)
+    ]
 
 
 async def idle(engine: VllmEngine) -> None:

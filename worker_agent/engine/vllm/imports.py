@@ -219,7 +219,7 @@ class VllmImports:
         found = self._imports.pop(request_id, None)
         if found is None:
             return
-        if found.prepared is not None:
+        if request_id in self._core.scheduler.adopted:
             self._core.forget(request_id)
         if found.on_host:
             found.writing.close(lambda: self._post(lambda: self._core.host.release(found.places)))

@@ -293,7 +293,12 @@ class LoadedCore:
         """Register the request with the model runner, so that it can enter the scheduler like a preempted
         one."""
         self.drain(request.request_id)
-        self._rpc("tailrace_adopt", Adoption.of(request, generator_state))
+        try:
+            self._rpc("tailrace_adopt", Adoption.of(request, generator_state))
+        except Exception:
+            # For one, the state is that of another kind of generator. The runner may know the request by now.
+            self._rpc("tailrace_forget", request.request_id)
+            raise
         self.scheduler.adopted.add(request.request_id)
 
     def forget(self, request_id: str) -> None:
