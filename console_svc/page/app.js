@@ -64,7 +64,8 @@ async function perform(question, verb, name, body, { changes = [], form = null }
   try {
     say(await act(name, body, where));
   } catch (error) {
-    say(`${verb}: ${error.message}`, true);
+    // A form says it itself.
+    say(form ? '' : `${verb}: ${error.message}`, true);
     if (form) showError(form, error.message);
     return false;
   }
