@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 
 Reply = TypeVar("Reply")
 
-VIEWERS_MAX: Final = 32
-"""Most pages that follow the fleet at once."""
 _INTERVAL_S: Final = 1.0
 _PAGE: Final = 1_000
 # What changes rarely is asked for so seldom.
 _SLOW_S: Final = 5.0
 
 
-class TooManyViewers(Exception):
-    """No further page can follow the fleet."""
-
-
 class WatchedFleet:
-    """The fleet behind the admin API. Run `poll` as long as it is used."""
+    """The fleet behind one cluster's admin API. Run `poll` as long as it is used."""
 
-    def __init__(self, address: AdminAddress) -> None:
-        transport = address.transport
+    def __init__(
+        self, address: AdminAddress, session: Callable[[WatchedFleet], dict[str, JsonValue]]
+    ) -> None:
+        """`session`: returns what each snapshot says of the console."""
+        transport = self._transport = address.transport
         options = [*CHANNEL_OPTIONS, CLOSE_WHEN_IDLE]
-        self._address = address.text
+        self._address = address
+        self._moves = 0
         self._channel = RenewedChannel(
-            lambda: transport.channel(address.target, Role.SCHEDULER, options), lambda: transport.version
+            lambda: transport.channel(self._address.target, Role.SCHEDULER, options),
+            lambda: transport.version + self._moves,
         )
-        self._transport = transport
+        self._session = session
         self._viewers = 0
         self._watched = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._encoded = b""
+        self._closed = False
         self._last: Sample | None = None
         self._slow_s = 0.0
 
@@ -80,18 +80,27 @@ class WatchedFleet:
             or transport.folder.current().identity.role is not Role.VIEWER
         )
 
+    @property
+    def address(self) -> str:
+        """Return where the admin API is, as its user wrote it."""
+        return self._address.text
+
+    def move(self, address: AdminAddress) -> None:
+        """Use another address of the same transport from the next call on."""
+        if address != self._address:
+            self._address = address
+            self._moves += 1
+
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections and end the viewers' snapshots. `poll` must have ended."""
+        self._closed = True
+        self._wake()
         await self._channel.close()
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Poll during the block; yield the snapshots, of which a slow viewer misses some.
-
-        Raise TooManyViewers.
-        """
-        if self._viewers >= VIEWERS_MAX:
-            raise TooManyViewers(f"{VIEWERS_MAX} pages follow the fleet already")
+        """Poll during the block; yield the snapshots, of which a slow viewer misses some, until it is
+        closed."""
         self._viewers += 1
         self._watched.set()
         try:
@@ -102,9 +111,18 @@ class WatchedFleet:
                 self._watched.clear()
 
     async def _snapshots(self) -> AsyncIterator[bytes]:
-        while True:
+        while not self._closed:
             await asyncio.shield(self._next)
-            yield self._encoded
+            if not self._closed:
+                yield self._encoded
+
+    def _wake(self) -> None:
+        waiting, self._next = self._next, asyncio.get_running_loop().create_future()
+        waiting.set_result(None)
+
+    def ask_again(self) -> None:
+        """Ask with the next poll for what changes rarely, too."""
+        self._slow_s = 0.0
 
     async def poll(self) -> None:
         """Poll while somebody watches, until cancelled."""
@@ -112,15 +130,9 @@ class WatchedFleet:
             await self._watched.wait()
             began_s = time.monotonic()
             sample = await self._sample()
-            session: dict[str, JsonValue] = {
-                "admin": self._address,
-                "who": self.who,
-                "may_act": self.may_act,
-            }
-            self._encoded = msgspec.json.encode(snapshot(sample, self._last, session))
+            self._encoded = msgspec.json.encode(snapshot(sample, self._last, self._session(self)))
             self._last = sample
-            waiting, self._next = self._next, asyncio.get_running_loop().create_future()
-            waiting.set_result(None)
+            self._wake()
             await asyncio.sleep(max(_INTERVAL_S / 2, began_s + _INTERVAL_S - time.monotonic()))
 
     async def _sample(self) -> Sample:
@@ -128,7 +140,7 @@ class WatchedFleet:
 
         async def ask(name: str, call: Awaitable[Reply], otherwise: Reply) -> Reply:
             try:
-                return decoded(await call, self._address)
+                return decoded(await call, self.address)
             except grpc.aio.AioRpcError as error:
                 problems[name] = reason_of(error)
                 return otherwise
@@ -192,7 +204,7 @@ class WatchedFleet:
         token = ""
         while True:
             request = admin.ListRequestsRequest(page_size=_PAGE, page_token=token)
-            reply = decoded(await self.stub.ListRequests(request, timeout=CALL_TIMEOUT_S), self._address)
+            reply = decoded(await self.stub.ListRequests(request, timeout=CALL_TIMEOUT_S), self.address)
             found += reply.requests
             token = reply.next_page_token
             if not token or len(found) >= REQUESTS_MAX:
@@ -201,7 +213,7 @@ class WatchedFleet:
     async def _migrations(self, request_id: str, limit: int) -> Sequence[MigrationRecord]:
         request = ListMigrationsRequest(request_id=request_id, limit=limit)
         reply = await self.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S)
-        return decoded(reply, self._address).migrations
+        return decoded(reply, self.address).migrations
 
     async def life(self, request_id: str) -> dict[str, JsonValue]:
         """Return one request's life. Raise grpc.aio.AioRpcError if neither its trace nor its migrations can
@@ -222,7 +234,7 @@ class WatchedFleet:
             request_id,
             request,
             () if isinstance(migrations, BaseException) else migrations,
-            b"" if isinstance(trace, BaseException) else decoded(trace, self._address).traces_data,
+            b"" if isinstance(trace, BaseException) else decoded(trace, self.address).traces_data,
         )
         found["problem"] = reason_of(trace) if isinstance(trace, grpc.aio.AioRpcError) else ""
         return found
@@ -233,10 +245,10 @@ class WatchedFleet:
             self.stub.ListPolicies(admin.ListPoliciesRequest(), timeout=CALL_TIMEOUT_S),
             self.stub.GetShadow(admin.GetShadowRequest(), timeout=CALL_TIMEOUT_S),
         )
-        counted = decoded(shadow, self._address)
+        counted = decoded(shadow, self.address)
         plain = to_plain(counted)
         plain["parameters"] = dict(counted.parameters)
-        return {"policies": to_plain_list(decoded(policies, self._address).policies), "shadow": plain}
+        return {"policies": to_plain_list(decoded(policies, self.address).policies), "shadow": plain}
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:

@@ -13,7 +13,8 @@ from typing import Final
 import click
 from aiohttp import web
 
-from console_svc.fleet import WatchedFleet
+from console_svc.clusters import Clusters
+from console_svc.https import Https, UnusableCertificate
 from console_svc.web import Site
 from tailrace.address import MalformedAddress, format_address, parse_address
 from tailrace.bounded import read_regular
@@ -21,9 +22,9 @@ from tailrace.cli.admin import AdminAddress, admin_option, find_admin
 from tailrace.security.audit import AuditFile
 from tailrace.security.options import exposed, insecure_option
 from tailrace.service.options import log_format_option
-from tailrace.service.runtime import Shutdown, run_service
+from tailrace.service.runtime import run_service
 from tailrace.service.sockets import ListenError, listen_reason
-from tailrace.service.tasks import supervised
+from tailrace.service.tasks import Loop, supervised
 from tailrace.telemetry.log_format import VARIABLE, log_as
 
 log = logging.getLogger(__name__)
@@ -46,14 +47,35 @@ _CLOSE_S: Final = 0.5
     metavar="FILE",
     help="Ask viewers for the token in this file, which is created if there is none.",
 )
+@click.option(
+    "--ssl-certfile",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    metavar="FILE",
+    help="HTTPS with the certificate chain in this file.",
+)
+@click.option(
+    "--ssl-keyfile",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    metavar="FILE",
+    help="The key of --ssl-certfile.",
+)
 @insecure_option
 @admin_option
 @log_format_option
-def command(http: str, token_file: Path | None, insecure: bool, admin: str | None, log_format: str) -> None:
+def command(
+    http: str,
+    token_file: Path | None,
+    ssl_certfile: Path | None,
+    ssl_keyfile: Path | None,
+    insecure: bool,
+    admin: str | None,
+    log_format: str,
+) -> None:
     """Serve a page that shows the fleet and acts on it through the admin API.
 
-    Whoever opens the page acts with the rights of the certificate in --tls. Beyond loopback, and with a
-    certificate, it asks for a token (--token-file).
+    It also shows the clusters of models with a policy of their own. Whoever opens the page acts with the
+    rights of the certificate in --tls. Beyond loopback, and with a certificate, it asks for a token
+    (--token-file).
     """
     try:
         host, port = parse_address(http, min_port=0)
@@ -73,10 +95,11 @@ def command(http: str, token_file: Path | None, insecure: bool, admin: str | Non
                 "every user of this machine could act with the certificate in --tls: give --token-file, or "
                 "--insecure"
             )
+    https = _https(ssl_certfile, ssl_keyfile)
     token = _token(token_file) if token_file is not None else ""
     log_as(KIND, KIND)
     os.environ[VARIABLE] = log_format
-    run_service(lambda shutdown: serve(found, host, port, token, shutdown))
+    run_service(lambda _: serve(found, host, port, token, https))
 
 
 def _token(file: Path) -> str:
@@ -101,21 +124,36 @@ def _token(file: Path) -> str:
     return token
 
 
-async def serve(admin: AdminAddress, host: str, port: int, token: str, shutdown: Shutdown) -> None:
+def _https(certificate: Path | None, key: Path | None) -> Https | None:
+    """Return the TLS for browsers; None: none. Raise click.ClickException."""
+    if (certificate is None) != (key is None):
+        raise click.UsageError("--ssl-certfile and --ssl-keyfile go together")
+    if certificate is None or key is None:
+        return None
+    try:
+        return Https(certificate, key)
+    except UnusableCertificate as error:
+        raise click.ClickException(f"--ssl-certfile: {error}") from error
+
+
+async def serve(admin: AdminAddress, host: str, port: int, token: str, https: Https | None) -> None:
     """Run the console until cancelled. Raise ListenError."""
     async with AsyncExitStack() as stack:
-        fleet = WatchedFleet(admin)
-        stack.push_async_callback(fleet.close)
+        clusters = Clusters(admin)
+        await stack.enter_async_context(clusters.running())
         runner = web.AppRunner(
-            Site(fleet, AuditFile(None), host, token).app(), access_log=None, shutdown_timeout=_CLOSE_S
+            Site(clusters, AuditFile(None), host, token).app(), access_log=None, shutdown_timeout=_CLOSE_S
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:
-            await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
+            context = https.context if https is not None else None
+            await web.TCPSite(runner, host, port, backlog=_BACKLOG, ssl_context=context).start()
         except OSError as error:
             raise ListenError.of("--http", format_address(host, port), listen_reason(error)) from error
         bound = runner.addresses[0]
-        log.info("the console of %s is at http://%s/", admin.text, format_address(bound[0], bound[1]))
-        async with supervised({"poll": fleet.poll}):
+        address = f"{'https' if https is not None else 'http'}://{format_address(bound[0], bound[1])}/"
+        log.info("the console of %s is at %s", admin.text, address)
+        loops: dict[str, Loop] = {} if https is None else {"certificate": https.follow}
+        async with supervised(loops):
             await asyncio.get_running_loop().create_future()

@@ -7,104 +7,26 @@ sent as JSON only, and the page's policy forbids any script but its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Final
-
-import msgspec
-
-from tailrace.cli.plain import enum_word
-from tailrace.v1.admin_pb2 import AdminMigrateRequest, DrainRequest, SetPolicyRequest
-from tailrace.v1.migration_pb2 import MigrationRecord
-from tailrace.v1.types_pb2 import MIGRATION_STATE_COMMITTED, MigrationState
-
-if TYPE_CHECKING:
-    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
 import asyncio
 import datetime
 import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
+from types import MappingProxyType
+from typing import Final
 
 import grpc
+import msgspec
 from aiohttp import web
 from google.protobuf.message import DecodeError
 
-from console_svc.fleet import TooManyViewers, WatchedFleet, reason_of
+from console_svc.actions import ACTIONS, Action, Invalid, Refused, read_action
+from console_svc.clusters import Clusters, TooManyViewers, UnknownCluster
+from console_svc.fleet import reason_of
 from tailrace.security.audit import AuditEntry, AuditSink
-
-_CALL_TIMEOUT_S: Final = 10.0
-_MIGRATE_TIMEOUT_S: Final = 120.0
-
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
-Text = Annotated[str, msgspec.Meta(max_length=500)]
-
-
-class Refused(Exception):
-    """The action was carried out to no effect; the message says why."""
-
-
-class SetPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Make a policy the active one. `parameters`: by name; the others get their defaults."""
-
-    name: Name
-    parameters: Annotated[dict[Name, Text], msgspec.Meta(max_length=100)] = {}
-
-    async def carry_out(self, stub: AdminAsyncStub) -> str:
-        """Return what was done. Raise grpc.aio.AioRpcError."""
-        request = SetPolicyRequest(name=self.name, parameters=self.parameters)
-        reply = await stub.SetPolicy(request, timeout=_CALL_TIMEOUT_S)
-        return f"{self.name} is the policy; before: {reply.previous}"
-
-
-class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Hand over everything on an instance and place nothing new there; `undrain`: take it back."""
-
-    instance: Name
-    undrain: bool = False
-
-    async def carry_out(self, stub: AdminAsyncStub) -> str:
-        """Return what was done: a drain goes on by itself. Raise grpc.aio.AioRpcError."""
-        call = stub.Drain(
-            DrainRequest(instance_id=self.instance, undrain=self.undrain), timeout=_CALL_TIMEOUT_S
-        )
-        async for event in call:
-            # Who stops listening stops no drain.
-            call.cancel()
-            if self.undrain:
-                return f"{self.instance} takes new requests again"
-            return event.message or f"{self.instance} drains: {event.remaining} requests left"
-        raise Refused("the admin API said nothing of it")
-
-
-class Migrate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Move a running request to another instance."""
-
-    request: Name
-    target: Name
-
-    async def carry_out(self, stub: AdminAsyncStub) -> str:
-        """Return how it went. Raise grpc.aio.AioRpcError, or Refused if the request did not move."""
-        message = AdminMigrateRequest(
-            request_id=self.request, target_instance_id=self.target, reason="operator"
-        )
-        record = MigrationRecord()
-        async for event in stub.Migrate(message, timeout=_MIGRATE_TIMEOUT_S):
-            record = event
-        if record.state != MIGRATION_STATE_COMMITTED:
-            state = enum_word(MigrationState.DESCRIPTOR, record.state) or "not begun"
-            raise Refused(f"the request did not move ({state}): {record.error or 'no reason given'}")
-        return f"{record.request_id} is on {record.target_instance_id}, paused {record.pause_ms:.1f} ms"
-
-
-ACTIONS: Final[Mapping[str, type[SetPolicy] | type[Drain] | type[Migrate]]] = MappingProxyType(
-    {"policy": SetPolicy, "drain": Drain, "migrate": Migrate}
-)
-"""The actions by their names in URLs."""
-
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +67,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Site:
     """The pages of one console."""
 
-    def __init__(self, fleet: WatchedFleet, audit: AuditSink, host: str, token: str) -> None:
+    def __init__(self, clusters: Clusters, audit: AuditSink, host: str, token: str) -> None:
         """`host`: where it listens; `token`: what a request must bring, empty: nothing."""
-        self._fleet = fleet
+        self._clusters = clusters
         self._audit = audit
         self._host = host
         self._token = token.encode()
@@ -186,6 +108,8 @@ class Site:
             return _error(_STATUS.get(error.code(), 502), reason_of(error))
         except TooManyViewers as error:
             return _error(503, str(error))
+        except UnknownCluster as error:
+            return _error(404, str(error))
         except DecodeError as error:
             return _error(502, f"the trace cannot be read: {error}")
         finally:
@@ -196,14 +120,22 @@ class Site:
             return _error(403, f"this is not {request.host[:100]!r}: use the address that it listens on")
         if not request.path.startswith("/api/"):
             return None
+        # Browsers say whose page it is that asks.
+        if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            return _error(403, "only the console's own page is answered")
         if self._token:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
             if scheme != "Bearer" or not hmac.compare_digest(given.encode(), self._token):
                 return _error(401, "the console's token is needed")
         if request.method != "GET":
-            origin = request.headers.get("Origin")
-            if HEADER not in request.headers or (
-                origin is not None and origin.partition("://")[2] != request.host
+            scheme, _, origin = request.headers.get("Origin", f"{request.scheme}://{request.host}").partition(
+                "://"
+            )
+            # A proxy before it may add the TLS, but none takes it away.
+            if (
+                HEADER not in request.headers
+                or origin != request.host
+                or (request.secure and scheme != "https")
             ):
                 return _error(403, "actions are taken from the console's own page only")
             if request.content_type != "application/json":
@@ -232,7 +164,7 @@ class Site:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Stream the snapshots as server-sent events."""
-        async with self._fleet.watched() as snapshots:
+        async with self._clusters.watched(_cluster(request)) as snapshots:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             try:
                 await response.prepare(request)
@@ -250,28 +182,36 @@ class Site:
         request_id = request.match_info["id"]
         if len(request_id) > _ID_MAX:
             return _error(400, "no request has so long an id")
-        return _json(await self._fleet.life(request_id))
+        fleet = await self._clusters.fleet(_cluster(request))
+        return _json(await fleet.life(request_id))
 
     async def _policies(self, request: web.Request) -> web.Response:
-        return _json(await self._fleet.policies())
+        fleet = await self._clusters.fleet(_cluster(request))
+        return _json(await fleet.policies())
 
     async def _act(self, request: web.Request) -> web.Response:
         """Carry out an action; write one line of the audit log, whatever comes of it."""
-        action = ACTIONS.get(request.match_info["name"])
-        if action is None:
+        kind = ACTIONS.get(request.match_info["name"])
+        if kind is None:
             return _error(404, "no such action")
         try:
-            asked = msgspec.json.decode(await request.read(), type=action)
-        except msgspec.MsgspecError as error:
+            asked = read_action(kind, await request.read())
+        except Invalid as error:
             return _error(400, str(error))
+        cluster = _cluster(request)
+        fleet = await self._clusters.fleet(cluster)
         began_s, outcome, details = time.monotonic(), grpc.StatusCode.UNKNOWN.name, ""
         try:
-            done = await asked.carry_out(self._fleet.stub)
+            done = await asked.carry_out(fleet.stub)
             outcome, details = grpc.StatusCode.OK.name, done
+            fleet.ask_again()
             return _json({"done": done})
         except grpc.aio.AioRpcError as error:
             outcome, details = error.code().name, reason_of(error)
             raise
+        except Invalid as error:
+            outcome, details = grpc.StatusCode.INVALID_ARGUMENT.name, str(error)
+            return _error(400, str(error))
         except Refused as error:
             outcome, details = grpc.StatusCode.ABORTED.name, str(error)
             return _error(409, str(error))
@@ -282,16 +222,27 @@ class Site:
             self._audit.write(
                 AuditEntry(
                     time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-                    who=self._fleet.who,
+                    who=fleet.who,
                     peer=request.remote or "",
                     on_behalf_of="",
-                    what=action.__name__,
-                    request=msgspec.to_builtins(asked),
+                    what=kind.__name__,
+                    request=_asked(asked, cluster),
                     outcome=outcome,
                     details=details,
                     seconds=round(time.monotonic() - began_s, 3),
                 )
             )
+
+
+def _cluster(request: web.Request) -> str:
+    """Return the cluster that a request is about; empty: the console's own."""
+    return request.query.get("cluster", "")
+
+
+def _asked(action: Action, cluster: str) -> dict[str, object]:
+    """Return an action for the audit log."""
+    asked: dict[str, object] = msgspec.to_builtins(action)
+    return {"cluster": cluster, **asked} if cluster else asked
 
 
 async def _with_headers(request: web.Request, response: web.StreamResponse) -> None:

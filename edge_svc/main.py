@@ -21,7 +21,6 @@ from aiohttp import web
 from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, Bounds, bootstrap
 from edge_svc.directory import Directory, directory, merged
 from edge_svc.hosts import Hosts
-from edge_svc.model_clusters import ModelClusters
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
 from tailrace.address import MalformedAddress, parse_address
@@ -37,6 +36,7 @@ from tailrace.service.settings import setting, settings_options
 from tailrace.service.sockets import ListenError, listen_problem
 from tailrace.service.tasks import supervised
 from tailrace.store.membership import Membership
+from tailrace.store.model_clusters import ADAPTERS, FRONT_ENDS, ModelClusters
 from tailrace.store.store import Store
 from tailrace.tenancy.file import KeyFile, KeyFileUnusable
 
@@ -133,14 +133,14 @@ class Follower:
         self._proxy = proxy
         self._changed = asyncio.Event()
         self._hosts = Hosts()
-        self.below = ModelClusters(store, self._changed.set)
+        self.below = ModelClusters(store, FRONT_ENDS, ADAPTERS, changed=self._changed.set)
         self.directory = Directory({}, ())
         self._hidden: list[str] = []
         members.add_listener(self._changed.set)
 
     async def route(self) -> bool:
         """Read the members once; return False if a front end's host was not found. Raise OSError."""
-        below = self.below.directories
+        below = [directory(each.services, each.adapters) for each in self.below.records.values()]
         new = merged([directory(self._members.services.values(), self._members.adapters.values()), *below])
         theirs = (each for other in below for each in other.names.values())
         hidden = sorted({each.name for each in theirs if new.names.get(each.name) is not each})

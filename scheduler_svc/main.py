@@ -16,6 +16,7 @@ from scheduler_svc.actuator import Actuator, WorkerCalls
 from scheduler_svc.admin.errors import AdminErrors
 from scheduler_svc.admin.forward import LeaderForwarding, LeaderRoute
 from scheduler_svc.admin.in_force import InForce
+from scheduler_svc.admin.listing import cluster_info
 from scheduler_svc.admin.rollout_calls import RolloutCalls
 from scheduler_svc.admin.servicer import AdminServicer
 from scheduler_svc.admin.shadowing import Shadowing
@@ -52,7 +53,9 @@ from tailrace.service.settings import settings_options
 from tailrace.service.tasks import Loop, supervised
 from tailrace.service.watchdog import waited_for_core_s
 from tailrace.store.election import Leadership
+from tailrace.store.model_clusters import SERVICES, ModelClusters
 from tailrace.telemetry.audit import audit_export
+from tailrace.v1 import admin_pb2
 from tailrace.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from tailrace.v1.scheduler_pb2_grpc import add_SchedulerServicer_to_server
 
@@ -204,6 +207,8 @@ class Parts:
         self.metrics.cache_snapshots.set_function(lambda: float(self.state.cache.follower.snapshots))
         self.active = ActivePolicy(policy, service.members.slo)
         self._members = service.members
+        self._cluster = service.common.cluster
+        self._below = ModelClusters(service.store, SERVICES)
         self._leading = leading
         self._desired = DesiredMetrics(self.state, service.members, self.active, scaling, leading)
         service.registry.register(self._desired)
@@ -246,6 +251,7 @@ class Parts:
             shadowing,
             RolloutCalls(self._rollouts, service.members, settings),
             InForce(service.common.member_id, service.members, service.channels),
+            self._clusters,
         )
         self.servicers = [
             Servicer(
@@ -267,6 +273,7 @@ class Parts:
             "drains": self._drainer.run,
             "rollouts": self._rollouts.run,
             LOOP: self._desired.run,
+            "model clusters": self._below.follow,
             "orphaned records": lambda: remove_orphaned_records(
                 self._members, self._settings.delete_orphaned_records, self._leading
             ),
@@ -274,6 +281,13 @@ class Parts:
         with self._following.watched_calls():
             async with supervised(loops):
                 await asyncio.get_running_loop().create_future()
+
+    def _clusters(self) -> list[admin_pb2.ClusterInfo]:
+        below = self._below.records.items()
+        return [
+            cluster_info(self._cluster, self._members.services.values()),
+            *(cluster_info(f"{self._cluster}.{name}", each.services) for name, each in below),
+        ]
 
     def _follow_members(self) -> None:
         self.control.handle(MembersChanged(KnownMembers.of(self._members), time.monotonic()))

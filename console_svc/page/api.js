@@ -8,6 +8,18 @@ if (fragment) {
 }
 token = sessionStorage.getItem('token') ?? '';
 
+// The cluster that is shown; empty: the console's own.
+let cluster = '';
+let stop = null;
+let wake = null;
+export function choose(name) {
+  if (name === cluster) return;
+  cluster = name;
+  stop?.abort();
+  wake?.();
+}
+const inCluster = (path, name = cluster) => (name ? `${path}?cluster=${encodeURIComponent(name)}` : path);
+
 export function setToken(given) {
   token = given.trim();
   sessionStorage.setItem('token', token);
@@ -29,11 +41,12 @@ async function checked(reply) {
 }
 
 export async function get(path) {
-  return (await checked(await fetch(path, { headers: headers() }))).json();
+  return (await checked(await fetch(inCluster(path), { headers: headers() }))).json();
 }
 
-export async function act(name, body) {
-  const reply = await fetch(`api/actions/${name}`, {
+// Act in a cluster: the one that was shown when the question was asked.
+export async function act(name, body, where) {
+  const reply = await fetch(inCluster(`api/actions/${name}`, where), {
     method: 'POST',
     headers: headers({ 'Content-Type': 'application/json', 'X-Tailrace-Console': '1' }),
     body: JSON.stringify(body),
@@ -41,7 +54,7 @@ export async function act(name, body) {
   return (await (await checked(reply)).json()).done;
 }
 
-// Follow the fleet while the page can be seen; nobody polls for a hidden one.
+// Follow the chosen cluster's fleet while the page can be seen; nobody polls for a hidden one.
 export async function follow(onSnapshot, onState) {
   for (let failures = 0; ; ) {
     if (document.hidden) {
@@ -49,11 +62,11 @@ export async function follow(onSnapshot, onState) {
       await new Promise((seen) => document.addEventListener('visibilitychange', seen, { once: true }));
       continue;
     }
-    const stop = new AbortController();
-    const onHidden = () => document.hidden && stop.abort();
+    const stopped = stop = new AbortController();
+    const onHidden = () => document.hidden && stopped.abort();
     document.addEventListener('visibilitychange', onHidden);
     try {
-      const reply = await checked(await fetch('api/events', { headers: headers(), signal: stop.signal }));
+      const reply = await checked(await fetch(inCluster('api/events'), { headers: headers(), signal: stopped.signal }));
       const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
       const parts = [];
       for (;;) {
@@ -67,10 +80,12 @@ export async function follow(onSnapshot, onState) {
         onSnapshot(JSON.parse(events[events.length - 2].slice('data: '.length)));
       }
     } catch (error) {
-      if (!stop.signal.aborted) {
+      if (!stopped.signal.aborted) {
         failures += 1;
         const retry = await onState(error.status ? error.message : 'no connection to the console', true, error.status);
-        if (!retry) await new Promise((later) => setTimeout(later, Math.min(10_000, 500 * 2 ** failures)));
+        if (!retry) {
+          await new Promise((later) => { wake = later; setTimeout(later, Math.min(10_000, 500 * 2 ** failures)); });
+        }
       }
     } finally {
       document.removeEventListener('visibilitychange', onHidden);

@@ -1,10 +1,12 @@
 // The page: what each view shows of a snapshot, and what an operator does.
-import { act, follow, get, setToken } from './api.js';
+import { act, choose, follow, get, setToken } from './api.js';
 import {
-  $, PHASES, STATES, Table, bytes, clock, duration, el, instanceLink, percent, requestLink, setText, svg, whole,
+  $, PHASES, STATES, Table, bytes, clock, duration, el, instanceLink, link, linkIn, percent, requestLink, setCluster,
+  setText, svg, whole,
 } from './dom.js';
-import { Lanes } from './lanes.js';
+import { Lanes, countByModel, grouped } from './lanes.js';
 import { Life } from './life.js';
+import { POOLS, SloForm, StagesForm, showError } from './settings.js';
 
 const ROWS_MAX = 300;
 const HISTORY = 120;
@@ -14,9 +16,9 @@ const LIFE_MS = 3000;
 const lanes = new Lanes();
 const life = new Life();
 let now = null;
-let view = { name: 'fleet', what: '' };
+let view = { cluster: '', name: 'fleet', what: '' };
 let asTable = false;
-const history = {};
+let history = {};
 
 // The theme: the system's, or the one that was chosen.
 const system = matchMedia('(prefers-color-scheme: dark)');
@@ -44,21 +46,31 @@ function say(text, bad = false) {
   silence = setTimeout(() => { $('said').textContent = ''; }, 12_000);
 }
 
-// Ask, act and say what came of it.
-async function perform(question, verb, name, body) {
+// Ask, act and say what came of it; return whether it was done. `changes`: what will be different, a line each.
+async function perform(question, verb, name, body, { changes = [], form = null } = {}) {
+  if (!now) return false;
+  const where = now.session.own ? '' : now.session.cluster;
   setText($('confirm-what'), question);
+  $('confirm-changes').replaceChildren(...changes.map((line) => el('li', {}, line)));
+  const { session } = now;
+  setText($('confirm-where'), `In ${session.cluster || session.admin}, as ${session.who}.`);
   setText($('confirm-do'), verb);
   const dialog = $('confirm');
   dialog.returnValue = '';
   dialog.showModal();
   await new Promise((closed) => dialog.addEventListener('close', closed, { once: true }));
-  if (dialog.returnValue !== 'do') return;
+  if (dialog.returnValue !== 'do') return false;
   say(`${verb}: under way`);
   try {
-    say(await act(name, body));
+    say(await act(name, body, where));
   } catch (error) {
-    say(`${verb}: ${error.message}`, true);
+    // A form says it itself.
+    say(form ? '' : `${verb}: ${error.message}`, true);
+    if (form) showError(form, error.message);
+    return false;
   }
+  if (form) showError(form, '');
+  return true;
 }
 
 const actButton = (text, onclick) => el(
@@ -104,7 +116,7 @@ function showFigures() {
 }
 
 // Fleet.
-const rowsOfInstances = () => now.instances.id.map((id, n) => ({ id, n }));
+const rowsOfInstances = () => grouped(now.instances).map((n) => ({ id: now.instances.id[n], n }));
 const i = (key) => (row) => now.instances[key][row.n];
 const instances = new Table($('instances'), 'Instances', [
   { head: 'Instance', text: (row) => row.id, href: (row) => instanceLink(row.id) },
@@ -139,8 +151,10 @@ function showFleet() {
   if (asTable) instances.show(rowsOfInstances());
   else {
     lanes.draw();
+    const models = [...countByModel(now.instances)];
+    const groups = models.length > 1 ? ` of ${models.length} models (${models.map(([m, count]) => `${m}: ${count}`).join(', ')})` : '';
     $('lanes-base').setAttribute('aria-label',
-      `${now.instances.id.length} instances as lanes; ${words.join(', ')}. The table shows the same.`);
+      `${now.instances.id.length} instances${groups} as lanes; ${words.join(', ')}. The table shows the same.`);
   }
 }
 
@@ -154,7 +168,8 @@ function showInstance() {
   if (n < 0) { described = ''; return; }
   const id = view.what;
   const row = { id, n };
-  const key = `${id} ${i('state')(row)} ${now.session.may_act}`;
+  const pool = i('pool')(row) ?? 'none';
+  const key = `${id} ${i('state')(row)} ${pool} ${now.session.may_act}`;
   if (key !== described) {
     // Only when it changes, so that a button keeps the focus.
     described = key;
@@ -163,8 +178,8 @@ function showInstance() {
       undrain
         ? actButton('Take back', () => perform(`Let ${id} take new requests again?`, 'Take back', 'drain', { instance: id, undrain: true }))
         : actButton('Drain', () => perform(`Drain ${id}? Its requests move elsewhere, and it gets no new ones.`, 'Drain', 'drain', { instance: id, undrain: false })),
-      el('button', { type: 'button', click: () => { location.hash = '#/fleet'; } }, 'Close'));
-    $('instance').replaceChildren(el('h2', {}, id), facts, buttons, el('h3', {}, 'Requests'), running);
+      el('button', { type: 'button', click: () => { location.hash = link('fleet'); } }, 'Close'));
+    $('instance').replaceChildren(el('h2', {}, id), facts, buttons, poolForm(id, pool), el('h3', {}, 'Requests'), running);
   }
   const pairs = instances.columns.slice(1).map((column) => [column.head, column.text(row)]);
   facts.replaceChildren(...pairs.flatMap(([head, text]) => [el('dt', {}, head), el('dd', {}, text)]));
@@ -175,6 +190,21 @@ function showInstance() {
     running.dataset.ids = ids;
     running.replaceChildren(...mine.map((k) => el('li', {}, el('a', { href: requestLink(r.id[k]) }, r.id[k]))));
   }
+}
+
+const word = (pool) => pool.replaceAll('_', ' ');
+function poolForm(id, pool) {
+  const choice = el('select', { name: 'pool' },
+    ...POOLS.map((name) => el('option', { value: name, selected: name === pool }, word(name))));
+  const form = el('form', { 'aria-label': `Pool of ${id}`, submit: (event) => {
+    event.preventDefault();
+    if (choice.value === pool) { say(`The pool of ${id} is ${word(pool)} already.`); return; }
+    perform(`Set the pool of ${id}?`, 'Set pool', 'pool', { instance: id, pool: choice.value },
+      { changes: [`pool: ${word(pool)} → ${word(choice.value)}`], form });
+  } },
+  el('label', {}, 'Pool', choice), el('button', { type: 'submit', disabled: !now.session.may_act }, 'Set pool'),
+  el('p', { class: 'error', role: 'alert', id: 'pool-error' }));
+  return form;
 }
 
 for (const [id, table] of [['show-lanes', false], ['show-table', true]]) {
@@ -219,11 +249,11 @@ $('phase').addEventListener('change', () => now && showRequests());
 // One request.
 let asked = 0;
 async function askLife() {
-  const id = view.what;
+  const { cluster, what: id } = view;
   asked = performance.now();
   try {
     const found = await get(`api/requests/${encodeURIComponent(id)}`);
-    if (view.name === 'request' && view.what === id) life.show(found);
+    if (view.name === 'request' && view.what === id && view.cluster === cluster) life.show(found);
   } catch (error) {
     setText($('request-facts'), error.message);
   }
@@ -271,23 +301,26 @@ const showMoves = () => moves.show([...now.migrations].sort((a, b) => b.opened_s
 async function askPolicies() {
   if (view.name !== 'policies') return;
   asked = performance.now();
+  const { cluster } = view;
   let found;
   try {
     found = await get('api/policies');
+    if (view.cluster !== cluster) return;
   } catch (error) {
     $('shadow').replaceChildren(el('p', { class: 'dim' }, error.message));
     return;
   }
   showShadow(found.shadow);
   // What is being typed must not be replaced.
-  if ($('policies').contains(document.activeElement) && $('policies').dataset.known) return;
+  const kept = $('policies').contains(document.activeElement) || $('policies').dataset.edited;
+  if (kept && $('policies').dataset.known) return;
   const opened = new Set([...$('policies').querySelectorAll('details[open]')].map((d) => d.dataset.name));
   $('policies').dataset.known = 'yes';
   found.policies.sort((a, b) => b.active - a.active);
-  $('policies').replaceChildren(...found.policies.map((p) => policyPanel(p, opened.has(p.name) || p.active)));
+  $('policies').replaceChildren(...found.policies.map((p, number) => policyPanel(p, opened.has(p.name) || p.active, number)));
 }
 
-function policyPanel(policy, open) {
+function policyPanel(policy, open, number) {
   const inputs = new Map();
   const table = el('div', { class: 'table' });
   new Table(table, `Parameters of ${policy.name}`, [
@@ -301,35 +334,62 @@ function policyPanel(policy, open) {
   [...table.querySelectorAll('tbody tr')].forEach((row, n) => {
     const parameter = policy.parameters[n];
     const input = el('input', {
-      type: 'text', 'aria-label': `Set ${parameter.name} to`, placeholder: parameter.default, autocomplete: 'off',
+      type: 'text', name: parameter.name, 'aria-label': `Set ${parameter.name} to`, placeholder: parameter.default, autocomplete: 'off',
       value: policy.active && parameter.value !== parameter.default ? parameter.value : null,
     });
     inputs.set(parameter.name, input);
     row.lastChild.append(input);
   });
-  const set = () => {
-    const parameters = {};
-    for (const [name, input] of inputs) if (input.value.trim()) parameters[name] = input.value.trim();
-    const name = policy.name.split('+')[0];
-    const given = Object.entries(parameters).map(([key, value]) => `${key}=${value}`).join(', ') || 'all parameters at their defaults';
-    perform(`Set the policy ${name} with ${given}?`, 'Set policy', 'policy', { name, parameters }).then(() => {
-      delete $('policies').dataset.known;
-      askPolicies();
-    });
+  const given = () => Object.fromEntries(
+    [...inputs].map(([name, input]) => [name, input.value.trim()]).filter(([, value]) => value));
+  const set = async () => {
+    const parameters = given();
+    const changes = policy.active ? [] : [`policy: ${now.policy?.name ?? 'unknown'} → ${policy.name}`];
+    for (const parameter of policy.parameters) {
+      const before = policy.active ? parameter.value : parameter.default;
+      const after = parameters[parameter.name] ?? parameter.default;
+      if (before !== after) changes.push(`${parameter.name}: ${before} → ${after}${policy.active ? '' : ' (not the default)'}`);
+    }
+    if (!changes.length) { say(`The policy ${policy.name} is as it was.`); return; }
+    if (await perform(`Set the policy ${policy.name}?`, 'Set policy', 'policy', { name: policy.name, parameters },
+      { changes, form: panel })) renewPolicies();
   };
-  return el('details', { class: 'policy', open, 'data-name': policy.name },
+  const setShadow = async () => {
+    const parameters = given();
+    const changes = [`shadow: ${shadowName || 'none'} → ${policy.name}`, 'its counts begin at 0',
+      ...Object.entries(parameters).map(([name, value]) => `${name}: ${value}`)];
+    if (await perform(`Ask ${policy.name} as the shadow, too?`, 'Set shadow', 'shadow', { name: policy.name, parameters },
+      { changes, form: panel })) renewPolicies();
+  };
+  const panel = el('details', { class: 'policy', open, 'data-name': policy.name, input: () => { $('policies').dataset.edited = 'yes'; } },
     el('summary', {}, el('strong', {}, policy.name), policy.active ? el('span', { class: 'chosen' }, policy.suspended ? 'suspended' : 'active') : null,
       el('span', { class: 'dim' }, policy.suspended || policy.summary)),
     el('p', { class: 'dim' }, `Order inside each instance: ${policy.batch_order || '-'}`),
     policy.parameters.length ? table : el('p', { class: 'dim' }, 'It has no parameters.'),
-    actButton('Set policy', set));
+    el('p', { class: 'error', role: 'alert', id: `policy-error-${number}` }),
+    actButton('Set policy', set), ' ', policy.active ? null : actButton('Set as shadow', setShadow));
+  return panel;
+}
+
+function renewPolicies() {
+  delete $('policies').dataset.known;
+  delete $('policies').dataset.edited;
+  askPolicies();
 }
 
 let shadow = null;
+let shadowName = '';
+async function endShadow() {
+  const changes = [`shadow: ${shadowName} → none`, 'its counts are dropped'];
+  if (await perform('End the shadow?', 'End shadow', 'shadow', { name: '' }, { changes })) renewPolicies();
+}
+
 function showShadow(found) {
+  shadowName = found.name;
   if (!found.name) {
     shadow = null;
-    $('shadow').replaceChildren(el('p', { class: 'dim' }, 'No shadow is set (tailrace set shadow).'));
+    $('shadow').className = '';
+    $('shadow').replaceChildren(el('p', { class: 'dim' }, 'No shadow is set.'));
     return;
   }
   $('shadow').className = 'table';
@@ -340,6 +400,7 @@ function showShadow(found) {
     { head: 'Differs', text: (c) => percent(c.different / Math.max(1, c.same + c.different)), number: true },
     { head: 'Failed', text: (c) => whole(c.failed), number: true },
   ], (c) => c.point);
+  if (!$('shadow').querySelector('button')) $('shadow').append(actButton('End shadow', endShadow));
   setText($('shadow').querySelector('caption'),
     `${found.name} as the shadow of ${found.policy}${found.suspended ? `; not asked any more: ${found.suspended}` : ''}`);
   shadow.show(found.counts);
@@ -367,26 +428,74 @@ function showAlerts() {
   services.show(now.services);
 }
 
+// Settings.
+const sloForm = new SloForm(perform, say);
+const stagesForm = new StagesForm(perform, say);
+function showSettings() {
+  sloForm.show(now);
+  stagesForm.show(now);
+}
+
+// Clusters.
+function showClusters() {
+  const { clusters, cluster, own } = now.session;
+  $('clusters').hidden = clusters.length < 2;
+  const key = JSON.stringify(clusters);
+  if ($('cluster').dataset.key !== key) {
+    $('cluster').dataset.key = key;
+    $('cluster').replaceChildren(...clusters.map(({ name, models }, number) => el('option', { value: number ? name : '' },
+      models.length ? `${name} (${models.join(', ')})` : name)));
+  }
+  if (document.activeElement !== $('cluster')) $('cluster').value = own ? '' : cluster;
+}
+$('cluster').addEventListener('change', () => {
+  location.hash = linkIn($('cluster').value, view.name === 'request' ? 'requests' : view.name);
+});
+
+// Begin with another cluster: nothing of the one before may be seen in it.
+function enter(cluster) {
+  now = null;
+  history = {};
+  lanes.forget();
+  sloForm.undo();
+  stagesForm.undo();
+  delete $('policies').dataset.known;
+  delete $('policies').dataset.edited;
+  $('shadow').replaceChildren();
+  $('policies').replaceChildren();
+  shadow = null;
+  $('main').setAttribute('aria-busy', 'true');
+  setText($('link'), 'connecting');
+  setCluster(cluster);
+  choose(cluster);
+  for (const anchor of document.querySelectorAll('nav a')) anchor.href = link(anchor.dataset.view);
+}
+
 // Views by the address.
-const SHOW = { fleet: showFleet, requests: showRequests, request: showRequest, moves: showMoves, policies: () => {}, alerts: showAlerts };
+const SHOW = {
+  fleet: showFleet, requests: showRequests, request: showRequest, moves: showMoves, policies: () => {},
+  settings: showSettings, alerts: showAlerts,
+};
 
 function route() {
-  const [, name = 'fleet', what = ''] = location.hash.split('/');
-  view = { name: name in SHOW ? name : 'fleet', what: safelyDecoded(what) };
+  const parts = location.hash.split('/').slice(1);
+  const cluster = parts[0] === 'in' ? safelyDecoded(parts.splice(0, 2)[1] ?? '') : '';
+  const [name = 'fleet', what = ''] = parts;
+  if (cluster !== view.cluster) enter(cluster);
+  view = { cluster, name: name in SHOW ? name : 'fleet', what: safelyDecoded(what) };
   for (const section of document.querySelectorAll('main > section')) section.hidden = section.id !== `view-${view.name}`;
-  for (const link of document.querySelectorAll('nav a')) {
-    const here = link.hash === `#/${view.name === 'request' ? 'requests' : view.name}`;
-    if (here) link.setAttribute('aria-current', 'page');
-    else link.removeAttribute('aria-current');
+  for (const anchor of document.querySelectorAll('nav a')) {
+    if (anchor.dataset.view === (view.name === 'request' ? 'requests' : view.name)) anchor.setAttribute('aria-current', 'page');
+    else anchor.removeAttribute('aria-current');
   }
-  document.title = `${view.what || view.name} - Tailrace console`;
+  document.title = [view.what || view.name, cluster, 'Tailrace console'].filter(Boolean).join(' - ');
   if (view.name === 'request') {
     setText($('title-request'), `Request ${view.what}`);
     setText($('request-facts'), '');
     life.begin(view.what);
     askLife();
   }
-  if (view.name === 'policies') { delete $('policies').dataset.known; askPolicies(); }
+  if (view.name === 'policies') renewPolicies();
   show();
 }
 
@@ -411,14 +520,21 @@ setInterval(askPolicies, POLICIES_MS);
 route();
 follow((snapshot) => {
   now = snapshot;
+  $('main').removeAttribute('aria-busy');
   setText($('link'), `${now.session.admin} as ${now.session.who}${now.session.may_act ? '' : ' (may look only)'}`);
   $('link').className = '';
+  showClusters();
   showFigures();
   lanes.take(now);
   show();
 }, async (text, bad, status) => {
   setText($('link'), text);
   $('link').className = bad ? 'bad' : '';
+  if (status === 404 && view.cluster) {
+    say(text, true);
+    location.hash = '#/fleet';
+    return false;
+  }
   if (status !== 401) return false;
   $('login').showModal();
   await new Promise((closed) => $('login').addEventListener('close', closed, { once: true }));

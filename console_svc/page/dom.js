@@ -86,8 +86,14 @@ export function duration(seconds) {
 export const clock = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleTimeString('en-GB') : '-');
 export const PHASES = ['', 'prefill', 'reasoning', 'answering'];
 export const STATES = ['', 'waiting', 'running', 'paused', 'preempted'];
-export const requestLink = (id) => `#/request/${encodeURIComponent(id)}`;
-export const instanceLink = (id) => `#/fleet/${encodeURIComponent(id)}`;
+
+// Addresses of views: VIEW/WHAT, in another cluster than the console's own in/CLUSTER/VIEW/WHAT.
+let cluster = '';
+export const setCluster = (name) => { cluster = name; };
+export const linkIn = (name, ...parts) => `#/${[...(name ? ['in', name] : []), ...parts].map(encodeURIComponent).join('/')}`;
+export const link = (...parts) => linkIn(cluster, ...parts);
+export const requestLink = (id) => link('request', id);
+export const instanceLink = (id) => link('fleet', id);
 
 // The colours of the theme as canvases take them.
 export function colours(...names) {

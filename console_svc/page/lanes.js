@@ -8,7 +8,26 @@ const ARROWS_MAX = 150;
 const GROW_MS = 600;
 const STAY_MS = 1800;
 const GAP = 4;
+const byName = new Intl.Collator('en', { numeric: true }).compare;
 const still = matchMedia('(prefers-reduced-motion: reduce)');
+
+// How many instances each model has, by name; those that tell none are not counted.
+export function countByModel(instances) {
+  const counts = new Map();
+  for (const model of [...instances.model].filter(Boolean).sort(byName)) counts.set(model, (counts.get(model) ?? 0) + 1);
+  return counts;
+}
+
+// The numbers of the instances, those of a model together if there are several models.
+export function grouped(instances, compare = (a, b) => a - b) {
+  const groups = [...countByModel(instances).keys()];
+  const place = (n) => (groups.length > 1 && instances.model[n] ? groups.indexOf(instances.model[n]) : groups.length);
+  const places = instances.id.map((_, n) => place(n));
+  return instances.id.map((_, n) => n).sort((a, b) => places[a] - places[b] || compare(a, b));
+}
+
+// How many rows there are with so many columns: of each column, the last row may stay empty.
+const rowsOf = (entries, groups, columns) => Math.max(1, Math.ceil((entries + Math.min(groups, columns)) / columns));
 
 export class Lanes {
   constructor() {
@@ -21,6 +40,7 @@ export class Lanes {
     this.arrows = [];
     this.moved = []; // since the last drawing
     this.boxes = new Map(); // instance id: box, also of those that are gone
+    this.headings = []; // of the groups, if there are several models
     this.order = 'name';
     this.readColours();
     new ResizeObserver(() => this.draw()).observe(this.place);
@@ -35,6 +55,16 @@ export class Lanes {
   readColours() {
     this.colours = colours(...NAMES);
     this.byPhase = ['none', 'prefill', 'reasoning', 'answering'].map((name) => this.colours[name]);
+  }
+
+  // Forget the fleet: the next snapshot is of another one.
+  forget() {
+    this.slots.clear();
+    this.taken.clear();
+    this.boxes.clear();
+    this.arrows = [];
+    this.moved = [];
+    this.now = null;
   }
 
   // Take a snapshot: who moved becomes arrows, and each request keeps its slot while it stays.
@@ -87,34 +117,43 @@ export class Lanes {
     if (this.arrows.length === 1) requestAnimationFrame(() => this.drawArrows());
   }
 
+  // The numbers of the instances in order, below a heading for each model if there are several.
   sorted() {
     const i = this.now.instances;
-    const numbers = i.id.map((_, number) => number);
-    const byName = new Intl.Collator('en', { numeric: true }).compare;
     const value = {
       name: () => 0,
       group: (n) => `${i.pool[n] ?? ''} ${i.stage[n]}`,
       kv: (n) => -i.kv[n] / Math.max(1, i.kv_total[n]),
       requests: (n) => -(i.running[n] + i.waiting[n]),
     }[this.order];
-    const keys = numbers.map(value);
-    return numbers.sort((a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : byName(i.id[a], i.id[b])));
+    const keys = i.id.map((_, n) => value(n));
+    const compare = (a, b) => (keys[a] < keys[b] ? -1 : keys[a] > keys[b] ? 1 : byName(i.id[a], i.id[b]));
+    const models = countByModel(i);
+    const numbers = grouped(i, compare);
+    if (models.size < 2) return numbers;
+    let before = null;
+    return numbers.flatMap((n) => {
+      if (i.model[n] === before) return [n];
+      before = i.model[n];
+      return [{ model: before, count: models.get(before) ?? i.model.filter((model) => !model).length }, n];
+    });
   }
 
   // Choose the number of columns, and from it the boxes of the lanes.
   layOut() {
     const width = this.place.clientWidth;
     const height = this.place.clientHeight;
-    const count = this.now.instances.id.length;
+    const sorted = this.sorted();
+    const groups = sorted.length - this.now.instances.id.length;
     let best = { score: -9, columns: 1 };
     for (let columns = 1; columns <= 10; columns += 1) {
       const w = width / columns;
       if (columns > 1 && w < 170) break;
-      const h = Math.min(46, height / Math.ceil(count / columns));
+      const h = Math.min(46, height / rowsOf(sorted.length, groups, columns));
       const score = h < 12 ? h / 12 - 2 : Math.min(h / 26, 1) + Math.min(w / 320, 1);
       if (score > best.score) best = { score, columns };
     }
-    const rows = Math.max(1, Math.ceil(count / best.columns));
+    const rows = rowsOf(sorted.length, groups, best.columns);
     const h = Math.max(12, Math.min(46, Math.floor(height / rows)));
     const w = width / best.columns;
     const label = Math.min(170, w * 0.38);
@@ -127,10 +166,18 @@ export class Lanes {
     size = Math.min(size, Math.max(2, inner.h - 1));
     const deep = Math.max(1, Math.floor(inner.h / (size + 1)));
     this.grid = { w, h, label, bar, left, inner, size, deep, top: Math.round((h - deep * (size + 1) + 1) / 2) };
-    this.boxes = new Map(this.sorted().map((number, place) => {
-      const box = { id: this.now.instances.id[number], number, x: Math.floor(place / rows) * w, y: (place % rows) * h };
-      return [box.id, box];
-    }));
+    this.boxes = new Map();
+    this.headings = [];
+    let place = 0;
+    for (const entry of sorted) {
+      const heads = typeof entry === 'object';
+      // A heading stands above the first lane of its group.
+      if (heads && rows > 1 && place % rows === rows - 1) place += 1;
+      const at = { x: Math.floor(place / rows) * w, y: (place % rows) * h };
+      if (heads) this.headings.push({ ...entry, ...at });
+      else this.boxes.set(this.now.instances.id[entry], { id: this.now.instances.id[entry], number: entry, ...at });
+      place += 1;
+    }
     return { width, height: Math.max(height, rows * h) };
   }
 
@@ -156,10 +203,23 @@ export class Lanes {
     const c = this.base.getContext('2d');
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     c.clearRect(0, 0, width, height);
+    for (const heading of this.headings) this.drawHeading(c, heading);
     for (const box of this.boxes.values()) if (box.number >= 0) this.drawLane(c, box);
     this.drawCells(c);
     for (const { from, to, id } of this.moved.splice(0, ARROWS_MAX)) this.addArrow(from, to, id);
     this.moved = [];
+  }
+
+  drawHeading(c, { model, count, x, y }) {
+    const { w, h } = this.grid;
+    c.font = `600 ${Math.min(12, h - 3)}px system-ui, "Liberation Sans", sans-serif`;
+    c.textBaseline = 'middle';
+    c.fillStyle = this.colours.text;
+    const used = this.text(c, model || 'no model', x + 6, y + h / 2, w - 120);
+    c.fillStyle = this.colours.dim;
+    c.fillText(whole(count), x + 14 + used, y + h / 2);
+    c.fillStyle = this.colours.line;
+    c.fillRect(x + GAP / 2, y + h - 2, w - GAP, 1);
   }
 
   drawLane(c, box) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tailrace.cache.index import Tier
 from tailrace.cluster import InstanceView, Phase, RequestView, Stage
@@ -19,7 +19,7 @@ from tailrace.messages import (
 )
 from tailrace.policy import registry
 from tailrace.policy.parameters import Parameter, Value, format_value
-from tailrace.records import PolicyRecord
+from tailrace.records import PolicyRecord, ServiceRecord
 from tailrace.service.tasks import in_slices
 from tailrace.slo import Slo
 from tailrace.store.membership import Membership
@@ -175,6 +175,13 @@ def _parameter(parameter: Parameter, value: Value | None) -> admin_pb2.PolicyPar
 def stage_messages(stages: tuple[Stage, ...]) -> list[types_pb2.Stage]:
     """Return the stages as messages."""
     return [types_pb2.Stage(lo=s.lo, hi=s.hi, instance_ids=s.instance_ids) for s in stages]
+
+
+def cluster_info(name: str, services: Collection[ServiceRecord]) -> admin_pb2.ClusterInfo:
+    """Return a cluster by its services."""
+    models = {record.model_name for record in services if record.kind == "frontend" and record.model_name}
+    addresses = {record.address for record in services if record.kind == "scheduler"}
+    return admin_pb2.ClusterInfo(name=name, models=sorted(models), admin_addresses=sorted(addresses))
 
 
 def service_infos(members: Membership) -> list[admin_pb2.ServiceInfo]:

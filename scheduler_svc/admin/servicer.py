@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from typing import Final
 
@@ -63,7 +63,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         shadowing: Shadowing,
         rollouts: RolloutCalls,
         in_force: InForce,
+        clusters: Callable[[], list[admin_pb2.ClusterInfo]],
     ) -> None:
+        """`clusters`: returns this cluster and those that belong to it."""
         self._state = state
         self._members = members
         self._channels = channels
@@ -76,6 +78,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._shadowing = shadowing
         self._rollouts = rollouts
         self._in_force = in_force
+        self._clusters = clusters
 
     # ---- reads
 
@@ -131,9 +134,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         request: admin_pb2.ListServicesRequest,
         context: grpc.aio.ServicerContext[admin_pb2.ListServicesRequest, admin_pb2.ListServicesReply],
     ) -> admin_pb2.ListServicesReply:
-        """List services by kind and id."""
+        """List services by kind and id, and the clusters that belong to this one."""
         return admin_pb2.ListServicesReply(
-            services=listing.service_infos(self._members), revision=self._members.revision
+            services=listing.service_infos(self._members),
+            revision=self._members.revision,
+            clusters=self._clusters(),
         )
 
     async def GetTrace(

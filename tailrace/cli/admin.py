@@ -123,7 +123,12 @@ def find_admin(admin: str | None, model: str | None = None) -> AdminAddress:
         transport = open_transport(folder, OPERATORS)
     except click.ClickException as error:
         raise CliError(f"--tls: {error.message}") from error
-    return AdminAddress(address, _target(address), transport)
+    return admin_address(address, transport)
+
+
+def admin_address(text: str, transport: Transport) -> AdminAddress:
+    """Return the admin API at HOST:PORT[,..]; of several, names are looked up. Raise CliError."""
+    return AdminAddress(text, _target(text), transport)
 
 
 # gRPC's default limit of 4 MiB corresponds to about 20,000 requests.

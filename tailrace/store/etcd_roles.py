@@ -42,6 +42,8 @@ _WRITES: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
     }
 )
 
+_READ_BELOW: Final = (Role.EDGE, Role.SCHEDULER)
+
 REVISION_KEY: Final = "/tailrace"
 """A key that never exists; a read of it returns etcd's current revision."""
 
@@ -59,13 +61,13 @@ def etcd_rights(cluster: str) -> list[Rights]:
     """Return the rights of every role that uses etcd.
 
     Every member reads the whole cluster, because it follows membership, pools, stages, policy and SLOs.
-    An edge reads the clusters that belong to this one, too. Prompts are never stored in etcd.
+    Edges and schedulers read the clusters that belong to this one, too. Prompts are never stored in etcd.
     """
     prefix = f"{REVISION_KEY}/{cluster}/"
     return [
         Rights(
             role,
-            (REVISION_KEY, prefix, *([clusters_below(prefix)] if role is Role.EDGE else [])),
+            (REVISION_KEY, prefix, *([clusters_below(prefix)] if role in _READ_BELOW else [])),
             tuple(prefix + key.format(role=role.value) for key in _WRITES[role]),
         )
         for role in sorted(MEMBERS)

@@ -86,6 +86,7 @@ class PrefixWatch:
 
     async def _follow(self) -> None:
         """Watch through one member after the other until cancelled."""
+        rejected = ""
         while True:
             member = self._client.preferred
             try:
@@ -95,7 +96,10 @@ class PrefixWatch:
             except StoreUnavailable as error:
                 log.debug("watch of %r: %s", self._prefix, error)
             except Rejected as error:
-                log.warning("watch of %r: %s", self._prefix, error)
+                # Said once: without the right to read the keys, each attempt ends so.
+                if str(error) != rejected:
+                    log.warning("watch of %r: %s", self._prefix, error)
+                rejected = str(error)
             except (grpc.aio.AioRpcError, *CALL_FAILURES) as error:
                 self._client.demote(member, f"watch: {short_error(error)}")
             await asyncio.sleep(_RETRY_S * random.uniform(0.5, 1.5))

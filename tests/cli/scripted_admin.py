@@ -26,6 +26,7 @@ class Script:
     policies: list[admin.PolicyInfo] = field(default_factory=list)
     stages: list[types_pb2.Stage] = field(default_factory=list)
     services: list[admin.ServiceInfo] = field(default_factory=list)
+    clusters: list[admin.ClusterInfo] = field(default_factory=list)
     migrate_events: list[migration_pb2.MigrationRecord] = field(default_factory=list)
     drain_events: list[admin.DrainEvent] = field(default_factory=list)
     profile_events: list[profile_pb2.ProfileEvent] = field(default_factory=list)
@@ -107,7 +108,7 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self, request: admin.ListServicesRequest, context: grpc.ServicerContext
     ) -> admin.ListServicesReply:
         self._record("ListServices", request, context)
-        return admin.ListServicesReply(services=self.script.services)
+        return admin.ListServicesReply(services=self.script.services, clusters=self.script.clusters)
 
     def SetPolicy(
         self, request: admin.SetPolicyRequest, context: grpc.ServicerContext

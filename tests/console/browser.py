@@ -87,6 +87,11 @@ class Page:
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text
             )
 
+    async def write(self, text: str) -> None:
+        """Replace what the focused field holds."""
+        await self.evaluate("document.activeElement.select()")
+        await self.call("Input.insertText", text=text)
+
     async def scheme(self, scheme: str) -> None:
         """Prefer `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]

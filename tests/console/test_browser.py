@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
+import grpc
 import psutil
 import pytest
 
@@ -82,14 +83,16 @@ def running(script: Script) -> Iterator[tuple[str, psutil.Process]]:
 
 
 @asynccontextmanager
-async def opened(script: Script, view: str = "") -> AsyncIterator[Page]:
-    """Open a view of a console during the block; afterwards there were no problems."""
+async def opened(script: Script, view: str = "", refused: int = 0) -> AsyncIterator[Page]:
+    """Open a view of a console during the block; afterwards there were no problems, other than replies with
+    the status `refused`."""
     with running(script) as (url, _):
         async with browsing() as page:
             await page.open(f"{url}/{view}")
             await page.wait("document.querySelector('#link').textContent.includes(' as local')")
             yield page
-            assert page.problems == []
+            expected = f"status of {refused} "
+            assert [each for each in page.problems if expected not in each] == []
 
 
 _FRAMES: Final = """
@@ -152,8 +155,24 @@ async def test_a_move_is_an_arrow_when_it_happens() -> None:
         await page.wait(f"!{_PAINTED.lstrip()}")
 
 
+_SAID: Final = "document.querySelector('#said').textContent"
+_CHANGES: Final = "document.querySelector('#confirm-changes').textContent"
+_LANES: Final = "document.querySelector('#lanes-base').getAttribute('aria-label')"
+_MADE_OF_MARKUP: Final = "document.querySelectorAll('body img, body script').length"
+
+
 async def test_names_are_text_and_never_markup() -> None:
     script = small_fleet()
+    script.clusters = [
+        admin.ClusterInfo(name=f"{MARKUP}{number}", models=[MARKUP], admin_addresses=["127.0.0.1:1"])
+        for number in range(2)
+    ]
+    script.stages[0].instance_ids.append(MARKUP)
+    script.instances[0].model = f"{MARKUP} 2"
+    script.shadow = admin.Shadow(
+        name=MARKUP, policy=MARKUP, counts=[admin.ShadowCount(point=MARKUP)], suspended=MARKUP
+    )
+    script.errors["SetSlo"] = (grpc.StatusCode.INVALID_ARGUMENT, f"ttft: {MARKUP}")
     script.instances.append(
         admin.InstanceInfo(instance_id=MARKUP, model=MARKUP, state=types_pb2.INSTANCE_STATE_SUSPECT)
     )
@@ -161,7 +180,7 @@ async def test_names_are_text_and_never_markup() -> None:
     script.policies.append(admin.PolicyInfo(name=MARKUP, summary=MARKUP))
     script.policies[0].suspended = MARKUP
     script.migrations[0].error = MARKUP
-    async with opened(script) as page:
+    async with opened(script, refused=400) as page:
         await page.evaluate("document.querySelector('#show-table').click()")
         for view in (
             "fleet",
@@ -173,7 +192,28 @@ async def test_names_are_text_and_never_markup() -> None:
         ):
             await page.evaluate(f"(() => {{ const markup = {MARKUP!r}; location.hash = '#/{view}'; }})()")
             await page.wait("document.querySelector('main').textContent.includes('onerror')")
-            assert await page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+            assert await page.evaluate(_MADE_OF_MARKUP) == 0
+        await page.evaluate("location.hash = '#/settings'")
+        await page.wait("document.querySelectorAll('#stages fieldset').length === 1")
+        await page.evaluate("document.querySelector('#slo [name=ttft]').focus()")
+        await page.write(MARKUP)
+        await page.key("Enter", 13)
+        await page.wait("document.querySelector('#confirm').open")
+        assert MARKUP in await page.evaluate(_CHANGES)
+        assert await page.evaluate(_MADE_OF_MARKUP) == 0
+        await page.evaluate("document.querySelector('#confirm-do').click()")
+        await page.wait("document.querySelector('#slo-error').textContent.includes('ttft')")
+        await page.evaluate("location.hash = `#/fleet/${encodeURIComponent('worker-0')}`")
+        await page.wait("document.querySelector('#cluster').options.length === 2")
+        assert MARKUP in await page.evaluate("document.querySelector('#cluster').textContent")
+        assert await page.evaluate(_MADE_OF_MARKUP) == 0
+        # A cluster's name is in the address, too.
+        await page.evaluate(
+            "(() => { const choice = document.querySelector('#cluster'); choice.selectedIndex = 1;"
+            "choice.dispatchEvent(new Event('change')); })()"
+        )
+        await page.wait("document.querySelector('#link').textContent.includes('127.0.0.1:1 as')")
+        assert await page.evaluate(_MADE_OF_MARKUP) == 0
         assert "Tailrace console" in await page.evaluate("document.title")
 
 
@@ -240,6 +280,198 @@ async def test_a_policy_is_set_with_parameters() -> None:
     assert (request.name, dict(request.parameters)) == ("round_robin", {"quantum_tokens": "250"})
 
 
+async def test_a_policy_keeps_its_order_and_the_question_says_what_changes() -> None:
+    script = small_fleet()
+    script.policies[0].name = "pascal+earliest_due"
+    for name, value in (("quantum_tokens", "250"), ("pacer", "false")):
+        script.policies[0].parameters.append(
+            admin.PolicyParameter(name=name, type="str", default="500", value=value, allowed="any")
+        )
+    refused = "parameters: policy 'pascal', parameter 'quantum_tokens': 'x' is not allowed"
+    script.errors["SetPolicy"] = (grpc.StatusCode.INVALID_ARGUMENT, refused)
+    async with opened(script, "#/policies", refused=400) as page:
+        await page.wait("document.querySelectorAll('.policy').length === 2")
+        field = "document.querySelector('.policy [name=quantum_tokens]')"
+        await page.evaluate(f"{field}.focus()")
+        await page.write("x")
+        await page.evaluate("document.querySelector('.policy button').click()")
+        await page.wait("document.querySelector('#confirm').open")
+        changes = await page.evaluate(
+            "[...document.querySelectorAll('#confirm-changes li')].map((e) => e.textContent)"
+        )
+        assert changes == ["quantum_tokens: 250 → x"]
+        await page.evaluate("document.querySelector('#confirm-do').click()")
+        await page.wait(f"{field}.getAttribute('aria-invalid') === 'true'")
+        assert await page.evaluate(f"document.activeElement === {field}")
+        described = f"document.getElementById({field}.getAttribute('aria-describedby')).textContent"
+        assert await page.evaluate(described) == refused
+        assert await page.evaluate(f"{field}.value") == "x"
+    (request,) = (r for r in script.received if isinstance(r, admin.SetPolicyRequest))
+    assert (request.name, dict(request.parameters)) == (
+        "pascal+earliest_due",
+        {"quantum_tokens": "x", "pacer": "false"},
+    )
+
+
+async def test_a_shadow_is_set_and_ended() -> None:
+    script = small_fleet()
+    async with opened(script, "#/policies") as page:
+        for name, button in (
+            ("round_robin", ".policy:nth-child(2) button:nth-of-type(2)"),
+            ("", "#shadow button"),
+        ):
+            await page.wait(f"document.querySelector('{button}')")
+            await page.evaluate(f"document.querySelector('{button}').click()")
+            await page.wait("document.querySelector('#confirm').open")
+            script.shadow = admin.Shadow(name=name, policy="least_loaded")
+            await page.evaluate("document.querySelector('#confirm-do').click()")
+            await page.wait(f"{_SAID}.includes('the shadow is {name or 'none'}')")
+    assert [r.name for r in script.received if isinstance(r, admin.SetShadowRequest)] == ["round_robin", ""]
+
+
+async def test_slos_are_set_with_the_keyboard_and_an_error_is_at_its_field() -> None:
+    script = small_fleet()
+    async with opened(script, "#/settings", refused=400) as page:
+        await page.wait("document.querySelector('#slo [name=ttft]').value === '2s'")
+        assert await page.evaluate("document.querySelector('#slo [name=tpot]').value") == "150ms"
+        await page.evaluate("document.querySelector('#slo [name=ttft]').focus()")
+        await page.write("1500ms")
+        await page.key("Tab", 9)
+        await page.write("soon")
+        await page.key("Enter", 13)
+        await page.wait("document.querySelector('#confirm').open")
+        changes = await page.evaluate(_CHANGES)
+        assert changes == "ttft: 2s → 1500mstpot: 150ms → soon"
+        await page.key("Tab", 9)
+        await page.key("Enter", 13)
+        await page.wait("document.querySelector('#slo-error').textContent.includes(\"parameter 'tpot'\")")
+        assert await page.evaluate("document.activeElement.name") == "tpot"
+        assert await page.evaluate("document.activeElement.getAttribute('aria-invalid')") == "true"
+        # It is mended, and the SLOs are set.
+        await page.write("")
+        await page.key("Enter", 13)
+        await page.wait("document.querySelector('#confirm').open")
+        await page.key("Tab", 9)
+        await page.key("Enter", 13)
+        await page.wait("document.querySelector('#said').textContent.includes('SLOs: ttft=1.5s')")
+        await page.wait("document.querySelector('#slo [name=ttft]').value === '2s'")
+        assert await page.evaluate("document.querySelector('#slo-error').textContent") == ""
+    (request,) = (r for r in script.received if isinstance(r, admin.SetSloRequest))
+    assert (request.slo.ttft_s, request.slo.tpot_s, request.slo.HasField("qoe")) == (1.5, 0.0, False)
+
+
+async def test_stages_are_edited_and_an_error_is_at_its_field() -> None:
+    script = small_fleet()
+    refused = "stages[1].lo: 100 lies in the stage before, which ends at 8192"
+    script.errors["SetStages"] = (grpc.StatusCode.INVALID_ARGUMENT, refused)
+    async with opened(script, "#/settings", refused=400) as page:
+        await page.wait("document.querySelectorAll('#stages fieldset').length === 1")
+        await page.evaluate("document.querySelector('#add-stage').click()")
+        await page.wait("document.activeElement.name === 'stages[1].lo'")
+        for text in ("100", "9000", "worker-0, worker-1"):
+            await page.write(text)
+            await page.key("Tab", 9)
+        await page.evaluate("document.querySelector('#stages [type=submit]').click()")
+        await page.wait("document.querySelector('#confirm').open")
+        changes = await page.evaluate(_CHANGES)
+        before = "[0, 8192): worker-0, worker-1"
+        assert changes == f"before: {before}after: {before}after: [100, 9000): worker-0, worker-1"
+        await page.evaluate("document.querySelector('#confirm-do').click()")
+        await page.wait("document.querySelector('#stages-error').textContent.includes('lies in')")
+        assert await page.evaluate("document.activeElement.name") == "stages[1].lo"
+        await page.write("8192")
+        script.errors.clear()
+        # A snapshot does not replace what is being edited.
+        await page.evaluate("document.querySelector('#stages [type=submit]').click()")
+        await page.wait("document.querySelector('#confirm').open")
+        await page.evaluate("document.querySelector('#confirm-do').click()")
+        await page.wait("document.querySelector('#said').textContent.includes('stages: 2')")
+        # What holds is shown again, and removing the last stage is a change.
+        await page.wait("document.querySelectorAll('#stages fieldset').length === 1")
+        await page.evaluate("document.querySelector('#stages fieldset button').click()")
+        await page.wait("document.activeElement.id === 'add-stage'")
+        await page.evaluate("document.querySelector('#stages [type=reset]').click()")
+        await page.wait("document.querySelectorAll('#stages fieldset').length === 1")
+    sent = [
+        [(stage.lo, stage.hi, list(stage.instance_ids)) for stage in request.stages]
+        for request in script.received
+        if isinstance(request, admin.SetStagesRequest)
+    ]
+    both = ["worker-0", "worker-1"]
+    assert sent == [[(0, 8192, both), (100, 9000, both)], [(0, 8192, both), (8192, 9000, both)]]
+
+
+async def test_a_pool_is_set_beside_the_lane() -> None:
+    script = small_fleet()
+    async with opened(script, "#/fleet/worker-0") as page:
+        await page.wait("document.querySelector('#instance select')?.value === 'prefill'")
+        await page.evaluate("document.querySelector('#instance select').value = 'decode'")
+        await page.evaluate("document.querySelector('#instance form button').focus()")
+        await page.key("Enter", 13)
+        await page.wait("document.querySelector('#confirm').open")
+        assert await page.evaluate(_CHANGES) == "pool: prefill → decode"
+        await page.key("Tab", 9)
+        await page.key("Enter", 13)
+        await page.wait("document.querySelector('#said').textContent.includes('pool of worker-0: decode')")
+    (request,) = (r for r in script.received if isinstance(r, admin.SetPoolRequest))
+    assert (request.instance_id, request.pool) == ("worker-0", types_pb2.POOL_DECODE)
+
+
+async def test_another_cluster_is_chosen_and_acted_on() -> None:
+    script, coder = small_fleet(), small_fleet()
+    del coder.instances[1:]
+    coder.instances[0].instance_id = "coder-worker"
+    with serving(coder) as elsewhere:
+        script.clusters = [
+            admin.ClusterInfo(name="c", models=["chat"], admin_addresses=["127.0.0.1:1"]),
+            admin.ClusterInfo(name="c.coder", models=["coder"], admin_addresses=[elsewhere]),
+        ]
+        async with opened(script, refused=404) as page:
+            await page.wait("document.querySelector('#cluster').options.length === 2")
+            options = await page.evaluate(
+                "[...document.querySelector('#cluster').options].map((o) => o.text)"
+            )
+            assert options == ["c (chat)", "c.coder (coder)"]
+            await page.evaluate("document.querySelector('#cluster').focus()")
+            await page.key("ArrowDown", 40)
+            await page.wait("location.hash === '#/in/c.coder/fleet'")
+            await page.wait(f"{_LANES}.startsWith('1 instances')")
+            await page.evaluate("location.hash = '#/in/c.coder/fleet/coder-worker'")
+            await page.wait("document.querySelector('#instance button')")
+            await page.evaluate("document.querySelector('#instance button').click()")
+            await page.wait("document.querySelector('#confirm').open")
+            where = await page.evaluate("document.querySelector('#confirm-where').textContent")
+            assert where == "In c.coder, as local."
+            await page.evaluate("document.querySelector('#confirm-do').click()")
+            await page.wait("document.querySelector('#said').textContent.includes('coder-worker drains')")
+            # Links stay in it, and the way back leads out of it.
+            assert await page.evaluate("document.querySelector('nav a').hash") == "#/in/c.coder/fleet"
+            await page.evaluate("location.hash = '#/fleet'")
+            await page.wait(f"{_LANES}.startsWith('2 instances')")
+            # One that does not exist leads to the own one.
+            await page.evaluate("location.hash = '#/in/c.none/fleet'")
+            await page.wait("document.querySelector('#said').textContent.includes('there is no')")
+            await page.wait("location.hash === '#/fleet'")
+            await page.wait("document.querySelector('#link').textContent.includes(' as ')")
+    drained = [r.instance_id for r in coder.received if isinstance(r, admin.DrainRequest)]
+    assert drained == ["coder-worker"]
+    assert not any(isinstance(r, admin.DrainRequest) for r in script.received)
+
+
+async def test_models_that_share_a_cluster_are_groups_of_lanes() -> None:
+    script = MovingFleet(6, 30).script
+    for number, instance in enumerate(script.instances):
+        instance.model = "coder" if number % 3 else "chat"
+    async with opened(script) as page:
+        label = await page.evaluate(_LANES)
+        assert label.startswith("6 instances of 2 models (chat: 2, coder: 4) as lanes;")
+        await page.evaluate("document.querySelector('#show-table').click()")
+        rows = "[...document.querySelectorAll('#instances tbody tr')].map((row) => row.cells[0].textContent)"
+        await page.wait(f"{rows}.length === 6")
+        names = [f"worker-{number}" for number in (0, 3, 1, 2, 4, 5)]
+        assert await page.evaluate(rows) == names
+
+
 async def test_nothing_is_done_without_a_confirmation() -> None:
     script = small_fleet()
     async with opened(script, "#/fleet/worker-0") as page:
@@ -256,7 +488,8 @@ async def test_contrast_and_names_in_both_themes(scheme: str) -> None:
     script = small_fleet()
     async with opened(script) as page:
         await page.scheme(scheme)
-        for view in ("fleet/worker-0", "requests", "moves", "policies", "alerts", "request/chatcmpl-aaa1"):
+        views = ("fleet/worker-0", "requests", "moves", "policies", "settings", "alerts")
+        for view in (*views, "request/chatcmpl-aaa1"):
             await page.evaluate(f"location.hash = '#/{view}'")
             await page.wait("document.querySelector('main').innerText.trim()")
             assert await page.evaluate(_CONTRAST) == [], view

@@ -44,6 +44,21 @@ def test_with_a_certificate_it_needs_a_token(started: list[object], tmp_path: Pa
     assert len(started) == 1
 
 
+def test_certificate_and_key_for_browsers_go_together(started: list[object], tmp_path: Path) -> None:
+    issued = Authority.create(tmp_path).issue(Identity(Role.ETCD, "console")).folder
+    files = ("--ssl-certfile", str(issued / "tls.crt")), ("--ssl-keyfile", str(issued / "tls.key"))
+    for each in files:
+        code, output = _run(*each)
+        assert code == 2 and "--ssl-certfile and --ssl-keyfile go together" in output
+    assert _run(*files[0], *files[1])[0] == 0
+    code, output = _run(*files[0], "--ssl-keyfile", str(issued / "tls.crt"))
+    assert code == 1 and "--ssl-certfile" in output
+    # They are no token.
+    code, output = _run("--http", "0.0.0.0:8081", *files[0], *files[1])
+    assert code == 2 and "--token-file" in output
+    assert len(started) == 1
+
+
 def test_a_token_is_made_once_and_nobody_else_reads_it(started: list[object], tmp_path: Path) -> None:
     file = tmp_path / "token"
     assert _run("--token-file", str(file))[0] == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ import grpc
 import pytest
 from aiohttp import ClientSession, web
 
-from console_svc.fleet import VIEWERS_MAX, TooManyViewers, WatchedFleet
+from console_svc.actions import ACTIONS
+from console_svc.clusters import VIEWERS_MAX, Clusters, TooManyViewers
 from console_svc.web import HEADER, Site
 from tailrace.cli.admin import AdminAddress
 from tailrace.security.audit import AuditEntry
 from tailrace.security.transport import PLAIN
-from tailrace.service.tasks import supervised
 from tailrace.v1 import admin_pb2 as admin
 from tests.cli.scripted_admin import Script, serving, small_fleet
 from tests.waiting import WAIT_S
@@ -57,17 +57,16 @@ def address(script: Script) -> Iterator[AdminAddress]:
 @asynccontextmanager
 async def console(address: AdminAddress, entries: Entries, token: str = "") -> AsyncIterator[str]:
     """Serve a console during the block; yield its URL."""
-    fleet = WatchedFleet(address)
-    site = Site(fleet, entries, "127.0.0.1", token)
+    clusters = Clusters(address)
+    site = Site(clusters, entries, "127.0.0.1", token)
     runner = web.AppRunner(site.app(), shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with supervised({"poll": fleet.poll}):
+    async with clusters.running():
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-        await fleet.close()
+        finally:
+            await runner.cleanup()
 
 
 @asynccontextmanager
@@ -76,8 +75,8 @@ async def client(address: AdminAddress, entries: Entries, token: str = "") -> As
         yield session
 
 
-async def _snapshot(session: ClientSession, **headers: str) -> Any:
-    async with session.get("/api/events", headers=headers) as reply:
+async def _snapshot(session: ClientSession, cluster: str = "", **headers: str) -> Any:
+    async with session.get("/api/events", params={"cluster": cluster}, headers=headers) as reply:
         assert reply.status == HTTPStatus.OK
         line = await asyncio.wait_for(reply.content.readuntil(b"\n\n"), WAIT_S)
         return json.loads(line.removeprefix(b"data: "))
@@ -90,7 +89,14 @@ async def test_a_snapshot_has_the_fleet_in_columns(address: AdminAddress, entrie
     assert now["requests"]["id"] == ["chatcmpl-aaa1", "chatcmpl-aab2"]
     assert now["requests"]["instance"] == [0, 1]
     assert now["policy"] == {"name": "least_loaded", "suspended": ""}
-    assert now["session"] == {"admin": address.text, "who": "local", "may_act": True}
+    assert now["session"] == {
+        "admin": address.text,
+        "who": "local",
+        "may_act": True,
+        "cluster": "",
+        "own": True,
+        "clusters": [],
+    }
     assert "worker-1" in [alert["what"] for alert in now["alerts"]]
 
 
@@ -113,18 +119,16 @@ async def test_all_viewers_share_one_poll(address: AdminAddress, entries: Entrie
 
 
 async def test_viewers_are_bounded(address: AdminAddress) -> None:
-    fleet = WatchedFleet(address)
-    stays = [fleet.watched() for _ in range(VIEWERS_MAX)]
-    for stay in stays:
-        await stay.__aenter__()
-    with pytest.raises(TooManyViewers):
-        async with fleet.watched():
+    clusters = Clusters(address)
+    async with clusters.running(), AsyncExitStack() as stack:
+        for _ in range(VIEWERS_MAX):
+            await stack.enter_async_context(clusters.watched(""))
+        with pytest.raises(TooManyViewers):
+            async with clusters.watched(""):
+                pass
+        await stack.aclose()
+        async with clusters.watched(""):
             pass
-    for stay in stays:
-        await stay.__aexit__(None, None, None)
-    async with fleet.watched():
-        pass
-    await fleet.close()
 
 
 async def test_an_admin_api_that_does_not_answer_is_an_alert(entries: Entries) -> None:
@@ -142,6 +146,32 @@ async def test_an_admin_api_that_does_not_answer_is_an_alert(entries: Entries) -
             {"name": "pascal", "parameters": {"quantum_tokens": "200"}},
             "SetPolicy",
             "pascal is the policy; before: pascal",
+        ),
+        ("shadow", {"name": "pascal"}, "SetShadow", "the shadow is pascal; before: none"),
+        ("shadow", {"name": ""}, "SetShadow", "the shadow is none; before: none"),
+        (
+            "slo",
+            {"objectives": {"ttft": "1.5s", "qoe": "0.9"}},
+            "SetSlo",
+            "SLOs: ttft=1.5s qoe=0.9; before: ttft=2s tpot=150ms",
+        ),
+        (
+            "pool",
+            {"instance": "worker-0", "pool": "prefill"},
+            "SetPool",
+            "pool of worker-0: prefill; before: decode",
+        ),
+        (
+            "pool",
+            {"instance": "worker-0", "pool": "none"},
+            "SetPool",
+            "pool of worker-0: none; before: decode",
+        ),
+        (
+            "stages",
+            {"stages": [{"lo": 0, "hi": 8192, "instance_ids": ["worker-0"]}]},
+            "SetStages",
+            "stages: 1",
         ),
         ("drain", {"instance": "worker-0"}, "Drain", "worker-0 drains: 2 requests left"),
         ("drain", {"instance": "worker-0", "undrain": True}, "Drain", "worker-0 takes new requests again"),
@@ -176,6 +206,131 @@ async def test_a_refused_action_leaves_an_audit_line(
     assert [entry.outcome for entry in entries.all] == ["PERMISSION_DENIED"]
 
 
+@pytest.mark.parametrize(
+    ("action", "body", "error"),
+    [
+        ("slo", {"objectives": {"tpot": "fast"}}, "slo, parameter 'tpot': 'fast' is not allowed"),
+        ("slo", {"objectives": {"latency": "1s"}}, "slo has no parameter 'latency'"),
+        (
+            "pool",
+            {"instance": "worker-0", "pool": "both"},
+            "pool: there is no 'both'; there are: none,",
+        ),
+        ("stages", {"stages": [{"lo": 0, "hi": 9, "instance_ids": [""]}]}, "stages[0].instance_ids[0]: "),
+        (
+            "stages",
+            {"stages": [{"lo": -1, "hi": 9, "instance_ids": []}]},
+            "stages[0].lo: Expected `int`",
+        ),
+    ],
+)
+async def test_what_is_not_valid_is_refused_by_the_name_of_its_field(
+    address: AdminAddress, entries: Entries, script: Script, action: str, body: object, error: str
+) -> None:
+    async with client(address, entries) as session:
+        reply = await session.post(f"/api/actions/{action}", json=body, headers=OWN)
+        assert reply.status == HTTPStatus.BAD_REQUEST
+        assert (await reply.json())["error"].startswith(error)
+    assert script.received == []
+
+
+@contextmanager
+def with_clusters_below(script: Script, address: AdminAddress, *names: str) -> Iterator[list[Script]]:
+    """Let the cluster `c` have others below it during the block; yield their scripts."""
+    with ExitStack() as stack:
+        below = [small_fleet() for _ in names]
+        script.clusters = [admin.ClusterInfo(name="c", models=["chat"], admin_addresses=[address.text])]
+        for name, other in zip(names, below, strict=True):
+            where = stack.enter_context(serving(other))
+            script.clusters.append(
+                admin.ClusterInfo(name=f"c.{name}", models=[name], admin_addresses=[where])
+            )
+        yield below
+
+
+async def test_clusters_below_its_own_are_shown_and_acted_on(
+    address: AdminAddress, entries: Entries, script: Script
+) -> None:
+    with with_clusters_below(script, address, "coder") as (coder,):
+        del coder.instances[1:]
+        async with client(address, entries) as session:
+            # Before anybody watches, they are known, too.
+            now = await _snapshot(session, "c.coder")
+            assert now["instances"]["id"] == ["worker-0"]
+            assert now["session"]["cluster"] == "c.coder" and not now["session"]["own"]
+            assert now["session"]["clusters"] == [
+                {"name": "c", "models": ["chat"]},
+                {"name": "c.coder", "models": ["coder"]},
+            ]
+            own = await _snapshot(session, "c")
+            assert own["instances"]["id"] == ["worker-0", "worker-1"] and own["session"]["own"]
+            found = await (await session.get("/api/policies", params={"cluster": "c.coder"})).json()
+            assert found["policies"]
+            reply = await session.post(
+                "/api/actions/policy", params={"cluster": "c.coder"}, json={"name": "pascal"}, headers=OWN
+            )
+            assert reply.status == HTTPStatus.OK
+    assert [entry.request["cluster"] for entry in entries.all] == ["c.coder"]
+    assert any(isinstance(request, admin.SetPolicyRequest) for request in coder.received)
+    assert not any(isinstance(request, admin.SetPolicyRequest) for request in script.received)
+
+
+async def test_a_cluster_that_does_not_exist_is_not_found(
+    address: AdminAddress, entries: Entries, script: Script
+) -> None:
+    with with_clusters_below(script, address, "coder"):
+        async with client(address, entries) as session:
+            for call in (
+                session.get("/api/events", params={"cluster": "c.none"}),
+                session.get("/api/policies", params={"cluster": "c.none"}),
+                session.post(
+                    "/api/actions/drain", params={"cluster": "c.none"}, json={"instance": "w"}, headers=OWN
+                ),
+            ):
+                reply = await call
+                assert reply.status == HTTPStatus.NOT_FOUND
+                error = "cluster: there is no 'c.none'; there are: c, c.coder"
+                assert (await reply.json())["error"] == error
+    assert entries.all == []
+
+
+async def test_a_cluster_that_goes_ends_its_viewers_and_one_that_moves_does_not(
+    address: AdminAddress, entries: Entries, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("console_svc.clusters._INTERVAL_S", 0.05)
+    with with_clusters_below(script, address, "coder"), serving(small_fleet()) as elsewhere:
+        async with (
+            client(address, entries) as session,
+            session.get("/api/events", params={"cluster": "c.coder"}) as reply,
+        ):
+
+            async def until(wanted: Callable[[Any], bool]) -> None:
+                async with asyncio.timeout(WAIT_S):
+                    while not wanted(json.loads((await reply.content.readuntil(b"\n\n"))[len(b"data: ") :])):
+                        pass
+
+            await until(lambda now: bool(now["instances"]["id"]))
+            # Its schedulers are away for a moment, and come back elsewhere.
+            script.clusters[1] = admin.ClusterInfo(name="c.coder")
+            await asyncio.wait_for(_asked_twice(script), WAIT_S)
+            script.clusters[1] = admin.ClusterInfo(name="c.coder", admin_addresses=[elsewhere])
+            await until(lambda now: now["session"]["admin"] == elsewhere and bool(now["instances"]["id"]))
+            del script.clusters[1]
+            await asyncio.wait_for(reply.content.read(), WAIT_S)
+            assert (await session.get("/api/policies", params={"cluster": "c.coder"})).status == 404
+
+
+async def _asked_twice(script: Script) -> None:
+    """Wait until the console has asked for services twice more."""
+
+    def asked() -> int:
+        return sum(isinstance(request, admin.ListServicesRequest) for request in script.received)
+
+    before = asked()
+    while asked() < before + 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 async def test_a_migration_that_is_aborted_is_no_success(
     address: AdminAddress, entries: Entries, script: Script
 ) -> None:
@@ -193,15 +348,23 @@ async def test_a_migration_that_is_aborted_is_no_success(
         ({"Content-Type": "application/json"}, HTTPStatus.FORBIDDEN),
         (OWN | {"Origin": "http://evil.example"}, HTTPStatus.FORBIDDEN),
         (OWN | {"Origin": "null"}, HTTPStatus.FORBIDDEN),
+        (OWN | {"Sec-Fetch-Site": "cross-site"}, HTTPStatus.FORBIDDEN),
+        (OWN | {"Sec-Fetch-Site": "same-site"}, HTTPStatus.FORBIDDEN),
         (OWN | {"Host": "evil.example"}, HTTPStatus.FORBIDDEN),
         (OWN | {"Content-Type": "text/plain"}, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
     ],
 )
+@pytest.mark.parametrize("action", [*ACTIONS])
 async def test_other_sites_cannot_act(
-    address: AdminAddress, entries: Entries, script: Script, headers: dict[str, str], status: HTTPStatus
+    address: AdminAddress,
+    entries: Entries,
+    script: Script,
+    action: str,
+    headers: dict[str, str],
+    status: HTTPStatus,
 ) -> None:
     async with client(address, entries) as session:
-        reply = await session.post("/api/actions/policy", data='{"name": "pascal"}', headers=headers)
+        reply = await session.post(f"/api/actions/{action}", data='{"name": "pascal"}', headers=headers)
         assert reply.status == status
     assert script.received == [] and entries.all == []
 

@@ -36,10 +36,11 @@ from edge_svc.configuration import clusters as configured_clusters
 from edge_svc.directory import Asked, directory, merged
 from edge_svc.hosts import Hosts
 from edge_svc.main import envoy_path
-from edge_svc.model_clusters import ModelClusters
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
 from tailrace.records import AdapterRecord, ServiceRecord
+from tailrace.store import model_clusters
+from tailrace.store.model_clusters import ModelClusters
 from tailrace.store.store import Store
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import Tenant, TenantKeys
@@ -338,18 +339,21 @@ def test_what_cannot_be_read_is_left_out_alone(snapshots: list[dict[str, bytes]]
         seen, last = [], asyncio.Event()
 
         def changed() -> None:
-            seen.append(clusters.directories)
+            seen.append(clusters.records)
             if len(seen) > len(snapshots):
                 last.set()
 
-        clusters = ModelClusters(cast(Store, Etcd()), changed)
+        clusters = ModelClusters(
+            cast(Store, Etcd()), model_clusters.FRONT_ENDS, model_clusters.ADAPTERS, changed=changed
+        )
         async with asyncio.timeout(REPLY_S), clusters.following():
             await last.wait()
         return clusters
 
     with logged() as errors:
-        found = asyncio.run(run()).directories
+        below = asyncio.run(run()).records
     assert not errors, errors[0].getMessage()
+    found = [directory(each.services, each.adapters) for each in below.values()]
     assert any({"first", "sql"} <= each.names.keys() for each in found)
 
 

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import grpc
+import msgspec
 import pytest
 from google.protobuf.message import Message
 
 from scheduler_svc.admin import servicer
 from scheduler_svc.admin.forward import FORWARDED
-from tailrace.records import PolicyRecord
+from tailrace.records import PolicyRecord, ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import FROM_SERVER
 from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
+from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
@@ -126,6 +128,29 @@ async def test_place_and_list(control: Control) -> None:
         ("scheduler", "s1", True),
         ("monitor", "monitor", True),
     }
+
+
+async def test_clusters_that_belong_to_ones_own_are_listed(control: Control) -> None:
+    admin = await control.admin()
+
+    async def clusters() -> list[tuple[str, list[str], int]]:
+        reply = await admin.ListServices(admin_pb2.ListServicesRequest(), timeout=WAIT_S)
+        return [(each.name, list(each.models), len(each.admin_addresses)) for each in reply.clusters]
+
+    own = control.cluster
+    assert await clusters() == [(own, [], 1)]
+    scheduler = ServiceRecord(kind="scheduler", service_id="s", incarnation="1", address="10.0.0.1:7101")
+    frontend = msgspec.structs.replace(scheduler, kind="frontend", model_name="coder")
+    for name in (f"{own}.coder", f"{own}2"):
+        other = await Store.connect([control.etcd], name)
+        for record in (scheduler, frontend):
+            await other.put(f"services/{record.kind}/s", msgspec.json.encode(record))
+        await other.close()
+
+    async def known() -> bool:
+        return await clusters() == [(own, [], 1), (f"{own}.coder", ["coder"], 1)]
+
+    await until(known)
 
 
 async def test_a_phase_event_contains_the_prediction(control: Control) -> None:

@@ -121,7 +121,8 @@ async def test_cluster_cannot_access_another_clusters_keys(secured_etcd: Secured
     await client.close()
 
 
-async def test_an_edge_reads_the_clusters_that_belong_to_its_own(secured_etcd: SecuredEtcd) -> None:
+@pytest.mark.parametrize("reader", [Role.EDGE, Role.SCHEDULER])
+async def test_clusters_that_belong_to_ones_own_are_read(secured_etcd: SecuredEtcd, reader: Role) -> None:
     client = EtcdClient(
         parse_endpoints([secured_etcd.etcd.endpoint]), transport(secured_etcd.authority, Role.ETCD_ROOT)
     )
@@ -130,19 +131,19 @@ async def test_an_edge_reads_the_clusters_that_belong_to_its_own(secured_etcd: S
     await client.close()
     async with AsyncExitStack() as stack:
         stores = {}
-        for role in (Role.FRONTEND, Role.EDGE):
+        for role in (Role.FRONTEND, reader):
             own = transport(secured_etcd.authority, role)
             stores[role] = Store(EtcdClient(parse_endpoints([secured_etcd.etcd.endpoint]), own), below)
             stack.push_async_callback(stores[role].close)
         await stores[Role.FRONTEND].put("services/frontend/f", b"here")
         with pytest.raises(StoreUnavailable, match="permission denied"):
-            await stores[Role.EDGE].put("services/frontend/f", b"not mine")
-        edge = await secured_etcd.store(transport(secured_etcd.authority, Role.EDGE))
-        stack.push_async_callback(edge.close)
-        async with asyncio.timeout(WAIT_S), aclosing(edge.watch_below()) as watch:
+            await stores[reader].put("services/frontend/f", b"not mine")
+        own_store = await secured_etcd.store(transport(secured_etcd.authority, reader))
+        stack.push_async_callback(own_store.close)
+        async with asyncio.timeout(WAIT_S), aclosing(own_store.watch_below()) as watch:
             assert await anext(watch) == {"chat/services/frontend/f": b"here"}
         with pytest.raises(StoreUnavailable, match="permission denied"):
-            await Store(edge._client, f"{CLUSTER}2").get("policy")
+            await Store(own_store._client, f"{CLUSTER}2").get("policy")
 
 
 async def test_watch_survives_certificate_rotation(secured_etcd: SecuredEtcd) -> None:
