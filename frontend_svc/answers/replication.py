@@ -14,10 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
-from frontend_svc.answers.messages import decode_refusal, encode_part
-from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable
+from frontend_svc.answers.peers import (
+    AnswerPeers,
+    Peer,
+    PeerCallFailed,
+    PeerSilent,
+    PeerUnreachable,
+    decode_refusal,
+    encode_part,
+)
 from frontend_svc.answers.store import AnswerStore, KeptAnswer, PartRefusal
 from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
@@ -30,14 +37,6 @@ _LOOP: Final = loop_named("copies of answers")
 _BATCH_BYTES: Final = 1 << 20
 # A front end that hears neither its peer nor any instance for this long continues without a copy.
 _ALONE_S: Final = 5.0
-
-
-class ReplicaPeers(Protocol):
-    """Front ends that can hold copies (the used part of peers.Peers)."""
-
-    def reachable(self) -> list[Peer]: ...
-    def choose_replica(self, name: str, prefer: str = "") -> Peer | None: ...
-    async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply: ...
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class Replication:
         self,
         frontend_id: str,
         store: AnswerStore,
-        peers: ReplicaPeers,
+        peers: AnswerPeers,
         on_released: Callable[[KeptAnswer, int], None],
         on_superseded: Callable[[KeptAnswer], None],
         on_called: Callable[[float], None],
