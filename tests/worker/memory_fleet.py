@@ -31,7 +31,7 @@ from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.export_call import Lease, SourceFailed, SourceLink, SourceLost
 from worker_agent.migration.source import Exports, SourceParts
 from worker_agent.migration.target import ImportRefused, Imports, TargetParts
-from worker_agent.prefixes.pulls import LoanLink, LoanLost, PullParts, Pulls
+from worker_agent.prefixes import LoanLink, LoanLost, PullParts, Pulls
 from worker_agent.registration import Addressee
 from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
