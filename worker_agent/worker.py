@@ -39,8 +39,8 @@ from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.copying import LinkBudget
 from worker_agent.migration.export_call import SourceLink
-from worker_agent.migration.source import Exports, SourceParts
-from worker_agent.migration.target import Imports, TargetParts
+from worker_agent.migration.source import Exports, MigrationParts
+from worker_agent.migration.target import Imports
 from worker_agent.prefixes import Copies, LoanLink, Loans, PromptLink, PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
 from worker_agent.profiling.profiler import Profiler
@@ -204,38 +204,27 @@ class _WorkerBuilder:
             self._settings.max_requests,
             lambda: self._instance_id in self._service.members.drained,
         )
-        self._exports = Exports(
-            SourceParts(
-                own=self._own,
-                engine=self._engine,
-                info=self._info,
-                blocks=self._transport,
-                front_ends=self._front_ends,
-                running=self._running,
-                events=self._events,
-                metrics=self._metrics,
-                faults=self._faults,
-                settings=self._settings,
-            )
+        parts = MigrationParts(
+            own=self._own,
+            engine=self._engine,
+            info=self._info,
+            blocks=self._transport,
+            puller=self._transport,
+            front_ends=self._front_ends,
+            running=self._running,
+            events=self._events,
+            metrics=self._metrics,
+            faults=self._faults,
+            spans=self._spans,
+            settings=self._settings,
+            resubmit=self._admission.submit,
+            link=LinkBudget(self._settings.migration_bandwidth_share),
+            incoming=self._incoming,
         )
+        self._exports = Exports(parts)
         self._stack.push_async_callback(self._exports.close)
         self._imports = Imports(
-            TargetParts(
-                own=self._own,
-                engine=self._engine,
-                info=self._info,
-                puller=self._transport,
-                front_ends=self._front_ends,
-                running=self._running,
-                events=self._events,
-                metrics=self._metrics,
-                faults=self._faults,
-                spans=self._spans,
-                settings=self._settings,
-                resubmit=self._admission.submit,
-                link=LinkBudget(self._settings.migration_bandwidth_share),
-                incoming=self._incoming,
-            ),
+            parts,
             lambda address, seconds: SourceLink(self._service.channels.get(address, Role.WORKER), seconds),
         )
         self._stack.push_async_callback(self._imports.close)
