@@ -204,7 +204,6 @@ class FleetEngine:
     # ---- from instances (LinkEvents)
 
     def on_attached(self, instance_id: str, hello: worker_pb2.WorkerHello) -> None:
-        """See LinkEvents."""
         if not self._first_hello.done():
             self._first_hello.set_result(hello)
         self.fleet.attached(instance_id, hello)
@@ -214,7 +213,6 @@ class FleetEngine:
         self.requests.fleet_changed()
 
     def on_lost(self, instance_id: str, loss: Loss) -> None:
-        """See LinkEvents."""
         self.fleet.lost(instance_id)
         self._update_admission()
         self._utilities.instance_lost(instance_id)
@@ -225,11 +223,9 @@ class FleetEngine:
         self._adoptions.check_pending()
 
     def on_process_gone(self, instance_id: str) -> None:
-        """See LinkEvents."""
         self._recovery.process_gone(instance_id)
 
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
-        """See LinkEvents."""
         match message.WhichOneof("body"):
             case "outputs":
                 self._on_step(instance_id, message.outputs)

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import AdmissionFlag, Readiness
 from frontend_svc.answers.coordinator import AnswerCoordinator
-from frontend_svc.api_server.python import python_launch
-from frontend_svc.api_server.rust import rust_launch
+from frontend_svc.api_server.launch import python_launch, rust_launch
 from frontend_svc.api_server.sockets import EngineSockets, is_listening, stop_accepting
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
@@ -26,10 +26,13 @@ from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings
 from tailrace.address import format_address
 from tailrace.members import Members
+from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.child import Child
 from tailrace.service.runtime import Shutdown
 from tailrace.service.tasks import first_ended, supervised
+from tailrace.store.client import StoreUnavailable
+from tailrace.store.registration import Registration
 
 log = logging.getLogger(__name__)
 
@@ -196,3 +199,44 @@ async def _watch(api_server: Child) -> None:
         raise ArgumentsRefused("the API server refused its arguments")
     ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     raise ApiServerExited(f"the API server {ending}")
+
+
+# Pause between two writes: a starting front end connects to one instance after the other.
+_PAUSE_S: Final = 0.2
+# Pause between attempts while etcd cannot be reached.
+_RETRY_S: Final = 1.0
+
+
+class Announcer:
+    """Publish in etcd which models this front end is connected to; changes during a write go into the next
+    one."""
+
+    def __init__(self, registration: Registration, record: ServiceRecord) -> None:
+        self._registration = registration
+        self._record = record
+        self._models: frozenset[str] = frozenset()
+        self._changed = asyncio.Event()
+
+    def set_models(self, models: frozenset[str]) -> None:
+        """Set the model keys to publish. Does not wait."""
+        if models != self._models:
+            self._models = models
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Write the front end's record when its models change, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            record = msgspec.structs.replace(self._record, connected_models=sorted(self._models))
+            try:
+                await self._registration.update(msgspec.json.encode(record))
+                await asyncio.sleep(_PAUSE_S)
+            except StoreUnavailable as error:
+                log.warning("cannot publish the connected models to etcd: %s", error)
+                # The registration writes its value again once etcd is back; by then it may be outdated.
+                self._changed.set()
+                await asyncio.sleep(_RETRY_S)
+            except Exception:
+                self._changed.set()
+                raise

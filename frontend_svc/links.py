@@ -456,7 +456,6 @@ class WorkerLinks:
                 self._keep(record)
 
     def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
-        """See Outbox."""
         entry = self._links.get(instance_id)
         return entry is not None and entry.link.send(message)
 
@@ -473,11 +472,9 @@ class WorkerLinks:
             entry.link.reconnect(reason)
 
     def attached(self) -> list[str]:
-        """See Outbox."""
         return [instance_id for instance_id, entry in self._links.items() if entry.link.attached]
 
     def max_message_bytes(self, instance_id: str) -> int:
-        """See Outbox."""
         entry = self._links.get(instance_id)
         return entry.link.max_message_bytes if entry is not None and entry.link.attached else 0
 

@@ -22,14 +22,13 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import Readiness
-from frontend_svc.announcer import Announcer
 from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.api_server.middleware import READY_PATH, unready_body
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, BodyLimits, ConnectionLimits
 from frontend_svc.engine import ApiServerStuck
 from frontend_svc.fleet import ServedModel
-from frontend_svc.front_end import ApiServerExited, ArgumentsRefused, run_front_end
+from frontend_svc.front_end import Announcer, ApiServerExited, ArgumentsRefused, run_front_end
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings, place_wait_s
 from tailrace.address import format_address
@@ -41,6 +40,7 @@ from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.settings import options_of, settings_options
+from tailrace.service.tasks import supervised
 from tailrace.service.vllm_line import VllmCommand, VllmLine, read_line
 from tailrace.store.membership import Membership
 from tailrace.telemetry.metrics import Page
@@ -169,8 +169,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         # Before the HTTP port is bound: a second front end on it must recognise this one as a member.
         registration = await stack.enter_async_context(service.announced(record))
         announcer = Announcer(registration, record)
-        announcer.start()
-        stack.push_async_callback(announcer.close)
+        await stack.enter_async_context(supervised({"announces models": announcer.run}))
         tracing = service.tracing
         traces = RequestTraces(tracing.tracer(KIND), common.member_id) if tracing.enabled else None
 

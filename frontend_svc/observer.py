@@ -109,7 +109,6 @@ class FrontendMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the counters in Prometheus' form."""
         phases = Counter(stream.phase for stream in self._table)
         streams = {phase.value: phases[phase] for phase in Phase}
         yield gauge_by("tailrace_frontend_streams", "Live streams.", "phase", streams)

@@ -15,8 +15,7 @@ from tailrace.cache.index import Tier
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
 from worker_agent.engine.base import Engine
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.prefixes.loans import LOAN_MAX_S, LoanRefused, Loans
-from worker_agent.prefixes.pulls import Copies
+from worker_agent.prefixes import LOAN_MAX_S, Copies, LoanRefused, Loans
 from worker_agent.registration import Addressee
 
 _TIERS: Final = {Tier.DEVICE: cache_pb2.CACHE_TIER_DEVICE, Tier.HOST: cache_pb2.CACHE_TIER_HOST}

@@ -21,7 +21,7 @@ from worker_agent.held import HeldQueries
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.source import Exports
 from worker_agent.migration.target import Imports
-from worker_agent.prefixes.pulls import Pulls
+from worker_agent.prefixes import Pulls
 from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
 

@@ -11,7 +11,6 @@ from tailrace.collector import collector_paused
 from tailrace.json_value import JsonValue
 from tailrace.profiles import Profile
 from worker_agent.engine.base import Engine, EngineInfo
-from worker_agent.engine_options import EngineOptionError, EngineOptions
 from worker_agent.faults import Faults
 from worker_agent.kv.client import KvClient, SingleTransport
 from worker_agent.kv.memory import SharedMemory, StagingPool, require_sealable
@@ -19,6 +18,7 @@ from worker_agent.kv.server import KvServer
 from worker_agent.kv.ucx import ucx_started_with
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.parallel.rank_transfers import RankedTransport
+from worker_agent.settings import EngineOptionError, EngineOptions
 
 
 def make_engine(

@@ -13,10 +13,9 @@ from tailrace.service.runtime import run_service
 from tailrace.service.settings import settings_options
 from tailrace.service.vllm_line import VllmCommand, read_line
 from worker_agent.engine.errors import EngineSettingError
-from worker_agent.engine_options import EngineOptionError, EngineOptions, with_flags
 from worker_agent.network import untrusted_reason
 from worker_agent.parallel.node_span import worker_span
-from worker_agent.settings import WorkerSettings
+from worker_agent.settings import EngineOptionError, EngineOptions, WorkerSettings, with_flags
 
 KIND: Final = "worker"
 

@@ -69,10 +69,10 @@ class WorkerMetrics:
         self.kv_received_bytes = 0
         self.kv_received_blocks = 0
         self.kv_held_blocks = 0
-        # Pulls of prefixes from other workers, by outcome (prefixes/pulls.py), and the tokens pulled.
+        # Pulls of prefixes from other workers, by outcome (prefixes.py), and the tokens pulled.
         self.pulls = _from_zero(*PULL_OUTCOMES)
         self.pulled_tokens = 0
-        # Copies of prefixes to this worker in advance, by outcome (prefixes/pulls.py).
+        # Copies of prefixes to this worker in advance, by outcome (prefixes.py).
         self.copies = _from_zero(*PULL_OUTCOMES)
         self.kv_checksum_failures = 0
         self.kv_identity_failures = 0
@@ -93,7 +93,6 @@ class WorkerCollector(Collector):
         self._workers.append((metrics, stats))
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the counters in Prometheus' form."""
         yield from self._engine()
         workers = [metrics for metrics, _ in self._workers]
         yield _count("submitted_requests", "Requests submitted.", sum(w.submitted for w in workers))

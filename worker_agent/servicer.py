@@ -15,12 +15,12 @@ from tailrace.security.handlers import Context
 from tailrace.service.tasks import cancel, run_once
 from tailrace.store.client import StoreUnavailable
 from tailrace.v1 import profile_pb2, worker_pb2, worker_pb2_grpc
+from worker_agent.draining import Returns
 from worker_agent.migration.export_call import Lease
 from worker_agent.migration.source import Exports
 from worker_agent.migration.target import ImportRefused, Imports
 from worker_agent.profiling.profiler import Profiler, ProfilingFailed, Refused, profile_events
 from worker_agent.registration import Addressee
-from worker_agent.returns import Returns
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,13 @@ from tailrace.service.options import CommonOptions
 from tailrace.service.runtime import Shutdown, open_service
 from tailrace.service.sockets import ListenError, require_listenable
 from worker_agent.draining import HANDOVER_S
-from worker_agent.engine_options import EngineOptionError, EngineOptions
 from worker_agent.engines import make_engine
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.network import BindingError, interfaces, rdma_devices, ucx_options
 from worker_agent.registration import IdInUse
-from worker_agent.settings import WorkerSettings
+from worker_agent.settings import EngineOptionError, EngineOptions, WorkerSettings
 from worker_agent.worker import EngineStartError, RunningWorker, running_worker
 
 log = logging.getLogger(__name__)

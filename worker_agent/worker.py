@@ -27,8 +27,8 @@ from tailrace.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker_agent.bidask.coordinator import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
 from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher, refusal_message
-from worker_agent.draining import Draining
-from worker_agent.engine.base import Engine, EngineInfo, EngineStats
+from worker_agent.draining import Draining, Returns
+from worker_agent.engine.base import Engine, EngineStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
@@ -39,10 +39,9 @@ from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.copying import LinkBudget
 from worker_agent.migration.export_call import SourceLink
-from worker_agent.migration.source import Exports, SourceParts
-from worker_agent.migration.target import Imports, TargetParts
-from worker_agent.prefixes.loans import Loans
-from worker_agent.prefixes.pulls import Copies, LoanLink, PromptLink, PullParts, Pulls
+from worker_agent.migration.source import Exports, MigrationParts
+from worker_agent.migration.target import Imports
+from worker_agent.prefixes import Copies, LoanLink, Loans, PromptLink, PullParts, Pulls
 from worker_agent.profiling.probes import Probes, own_stats
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import StepBounds, StepProgress, watch_progress
@@ -54,7 +53,6 @@ from worker_agent.registration import (
     wait_until_free,
 )
 from worker_agent.reports import PhaseEvents, ReportStream
-from worker_agent.returns import Returns
 from worker_agent.running_requests import RunningRequests
 from worker_agent.servicer import WorkerServicer
 from worker_agent.settings import WorkerSettings
@@ -76,14 +74,9 @@ class EngineStartError(Exception):
 class RunningWorker:
     """A worker that serves."""
 
-    instance_id: str
     record: InstanceRecord
-    info: EngineInfo
     # Statistics of users' requests, without probes.
     stats: Callable[[], EngineStats]
-    front_ends: FrontEnds
-    exports: Exports
-    imports: Imports
     # Hands over all of its requests, so that it can stop.
     drain: Callable[[], Coroutine[None, None, None]]
 
@@ -211,38 +204,27 @@ class _WorkerBuilder:
             self._settings.max_requests,
             lambda: self._instance_id in self._service.members.drained,
         )
-        self._exports = Exports(
-            SourceParts(
-                own=self._own,
-                engine=self._engine,
-                info=self._info,
-                blocks=self._transport,
-                front_ends=self._front_ends,
-                running=self._running,
-                events=self._events,
-                metrics=self._metrics,
-                faults=self._faults,
-                settings=self._settings,
-            )
+        parts = MigrationParts(
+            own=self._own,
+            engine=self._engine,
+            info=self._info,
+            blocks=self._transport,
+            puller=self._transport,
+            front_ends=self._front_ends,
+            running=self._running,
+            events=self._events,
+            metrics=self._metrics,
+            faults=self._faults,
+            spans=self._spans,
+            settings=self._settings,
+            resubmit=self._admission.submit,
+            link=LinkBudget(self._settings.migration_bandwidth_share),
+            incoming=self._incoming,
         )
+        self._exports = Exports(parts)
         self._stack.push_async_callback(self._exports.close)
         self._imports = Imports(
-            TargetParts(
-                own=self._own,
-                engine=self._engine,
-                info=self._info,
-                puller=self._transport,
-                front_ends=self._front_ends,
-                running=self._running,
-                events=self._events,
-                metrics=self._metrics,
-                faults=self._faults,
-                spans=self._spans,
-                settings=self._settings,
-                resubmit=self._admission.submit,
-                link=LinkBudget(self._settings.migration_bandwidth_share),
-                incoming=self._incoming,
-            ),
+            parts,
             lambda address, seconds: SourceLink(self._service.channels.get(address, Role.WORKER), seconds),
         )
         self._stack.push_async_callback(self._imports.close)
@@ -387,16 +369,7 @@ class _WorkerBuilder:
                 self._settings.drain_timeout_s, self._server.set_serving, registration, record
             )
 
-        return RunningWorker(
-            self._instance_id,
-            record,
-            self._info,
-            self._stats,
-            self._front_ends,
-            self._exports,
-            self._imports,
-            drain,
-        )
+        return RunningWorker(record, self._stats, drain)
 
     def _reports(self) -> ReportStream:
         speeds = KnownSpeeds(self._info.profile, self._settings, self._profiler.kind, self._service.members)

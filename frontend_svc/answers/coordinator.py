@@ -30,11 +30,10 @@ from frontend_svc.answers.calls import (
     parse_run_name,
 )
 from frontend_svc.answers.delivery import Delivery, LoggedProgress, progress_of
-from frontend_svc.answers.locate import AnswerHolders, AnswerQuery
-from frontend_svc.answers.messages import REFUSAL_REASONS, decode_part, encode_part
 from frontend_svc.answers.metrics import AnswerMetrics
-from frontend_svc.answers.opening import SUPERSEDED, AnswerOpener
-from frontend_svc.answers.replication import ReplicaPeers, Replication
+from frontend_svc.answers.opening import SUPERSEDED, AnswerOpener, AnswerQuery
+from frontend_svc.answers.peers import REFUSAL_REASONS, AnswerPeers, decode_part, encode_part
+from frontend_svc.answers.replication import Replication
 from frontend_svc.answers.store import AnswerStore, KeptAnswer, LogEntry, PartRefusal, RemovalReason
 from frontend_svc.streams import FINISHED, Stream
 from tailrace.request_ids import without_number
@@ -63,13 +62,6 @@ class ApiServerSink(Protocol):
 
     def reply(self, frames: Sequence[bytes]) -> None:
         """Send a utility call's result."""
-
-
-class AnswerPeers(ReplicaPeers, AnswerHolders, Protocol):
-    """The other front ends (the used part of peers.Peers)."""
-
-    def tick(self) -> None: ...
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

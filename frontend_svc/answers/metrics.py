@@ -48,7 +48,6 @@ class AnswerMetrics(Collector):
         self._store, self._peers, self._copies = store, peers, copies
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the values in Prometheus' form."""
         answers = list(self._store or ())
         served = sum(answer.served_here for answer in answers)
         kept = {"served": served, "copy": len(answers) - served}

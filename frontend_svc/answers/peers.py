@@ -1,17 +1,20 @@
-"""The other front ends that keep answers with the same settings: which there are, and calls to them."""
+"""The other front ends that keep answers with the same settings: which there are, calls to them, and the
+messages of these calls (protos/tailrace/v1/answers.proto)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import grpc
 
+from frontend_svc.answers.store import Head, LogEntry, Part, PartRefusal
 from tailrace.members import Members
 from tailrace.records import ServiceRecord
 from tailrace.security.roles import Role
@@ -59,6 +62,20 @@ class PeerSilent(PeerUnreachable):
 
 class PeerCallFailed(Exception):
     """The peer is reachable, but the call was refused, was too large, or met a bug."""
+
+
+class AnswerPeers(Protocol):
+    """The calls of other front ends: FrontEndPeers, or a network of tests that drops some."""
+
+    def reachable(self) -> list[Peer]: ...
+    def choose_replica(self, name: str, prefer: str = "") -> Peer | None: ...
+    async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply: ...
+    async def find(
+        self, request: answers_pb2.FindAnswerRequest
+    ) -> list[tuple[Peer, answers_pb2.FindAnswerReply]]: ...
+    async def claim(self, peer: Peer, answer_id: str) -> answers_pb2.AnswerPart | None: ...
+    def tick(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class FrontEndPeers:
@@ -180,3 +197,88 @@ class FrontEndPeers:
             for (kind, service_id), record in self._members.services.items()
             if kind == _KIND and service_id != self._frontend_id and record.answers == self._setting
         ]
+
+
+REFUSAL_REASONS: Final = {
+    PartRefusal.SUPERSEDED: answers_pb2.KEEP_REFUSAL_REASON_SUPERSEDED,
+    PartRefusal.KEY_IN_USE: answers_pb2.KEEP_REFUSAL_REASON_KEY_IN_USE,
+    PartRefusal.FULL: answers_pb2.KEEP_REFUSAL_REASON_FULL,
+    PartRefusal.GAP: answers_pb2.KEEP_REFUSAL_REASON_GAP,
+}
+_REFUSALS: Final = {reason: refused for refused, reason in REFUSAL_REASONS.items()}
+
+
+def decode_refusal(reason: answers_pb2.KeepRefusalReason.ValueType) -> PartRefusal:
+    """Return the refusal of a reply; a reason of a later version is treated as lack of room."""
+    return _REFUSALS.get(reason, PartRefusal.FULL)
+
+
+def encode_part(part: Part) -> answers_pb2.AnswerPart:
+    """Return the part as a protobuf message."""
+    message = answers_pb2.AnswerPart(
+        answer_id=part.answer_id,
+        run=part.run,
+        ended=part.ended,
+        first_entry=part.first_entry,
+        entries=[
+            answers_pb2.AnswerEntry(
+                part=entry.part,
+                token_ids=entry.token_ids,
+                flags=entry.flags,
+                frames=entry.frames,
+                model=entry.model,
+            )
+            for entry in part.entries
+        ],
+        complete=part.complete,
+        frontend_id=part.frontend_id,
+    )
+    if part.head is not None:
+        head = part.head
+        message.head.CopyFrom(
+            answers_pb2.AnswerHead(
+                tenant=head.tenant,
+                idempotency_key=head.key,
+                path=head.path,
+                body=head.body,
+                digest=head.digest,
+                request_name=head.request_name,
+                created_s=head.created_s,
+                streams=head.streams,
+            )
+        )
+    return message
+
+
+def _decode_entry(message: answers_pb2.AnswerEntry) -> LogEntry:
+    # Interned, because all entries of a part share its name.
+    part = sys.intern(message.part)
+    return LogEntry(part, tuple(message.token_ids), message.flags, tuple(message.frames), message.model)
+
+
+def decode_part(message: answers_pb2.AnswerPart) -> Part:
+    """Return the part that a protobuf message holds."""
+    head = None
+    if message.HasField("head"):
+        encoded = message.head
+        head = Head(
+            message.answer_id,
+            encoded.tenant,
+            encoded.idempotency_key,
+            encoded.path,
+            encoded.body,
+            encoded.digest,
+            encoded.request_name,
+            encoded.created_s,
+            encoded.streams,
+        )
+    return Part(
+        message.answer_id,
+        message.run,
+        head,
+        dict(message.ended),
+        message.first_entry,
+        [_decode_entry(entry) for entry in message.entries],
+        message.complete,
+        message.frontend_id,
+    )

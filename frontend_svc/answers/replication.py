@@ -14,10 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
-from frontend_svc.answers.messages import decode_refusal, encode_part
-from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnreachable
+from frontend_svc.answers.peers import (
+    AnswerPeers,
+    Peer,
+    PeerCallFailed,
+    PeerSilent,
+    PeerUnreachable,
+    decode_refusal,
+    encode_part,
+)
 from frontend_svc.answers.store import AnswerStore, KeptAnswer, PartRefusal
 from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
@@ -32,14 +39,6 @@ _BATCH_BYTES: Final = 1 << 20
 _ALONE_S: Final = 5.0
 
 
-class ReplicaPeers(Protocol):
-    """Front ends that can hold copies (the used part of peers.Peers)."""
-
-    def reachable(self) -> list[Peer]: ...
-    def choose_replica(self, name: str, prefer: str = "") -> Peer | None: ...
-    async def keep(self, peer: Peer, request: answers_pb2.KeepRequest) -> answers_pb2.KeepReply: ...
-
-
 @dataclass(slots=True)
 class _Copy:
     """What the second front end has of one answer."""
@@ -51,8 +50,6 @@ class _Copy:
     blocks_delivery: bool = True
     has_head: bool = False
     entries: int = 0
-    # Whether it knows that the answer is complete.
-    complete: bool = False
     # It refused the copy; the answer is delivered without one.
     refused: bool = False
     # When it was last sent anything, in seconds.
@@ -78,7 +75,7 @@ class Replication:
         self,
         frontend_id: str,
         store: AnswerStore,
-        peers: ReplicaPeers,
+        peers: AnswerPeers,
         on_released: Callable[[KeptAnswer, int], None],
         on_superseded: Callable[[KeptAnswer], None],
         on_called: Callable[[float], None],
@@ -241,7 +238,7 @@ class Replication:
         """Send one batch; return False if the front end cannot be reached."""
         request = answers_pb2.KeepRequest(frontend_id=self._frontend_id, forgotten=queue.forgotten)
         queue.forgotten.clear()
-        sent: list[tuple[_Copy, int, bool]] = []
+        sent: list[tuple[_Copy, int]] = []
         size = 0
         while queue.pending and size < _BATCH_BYTES:
             answer_id = next(iter(queue.pending))
@@ -251,7 +248,7 @@ class Replication:
             )
             request.parts.append(message)
             size += message.ByteSize()
-            sent.append((copy, len(copy.answer.entries), copy.answer.complete))
+            sent.append((copy, len(copy.answer.entries)))
         began_s = self._clock()
         try:
             reply = await self._peers.keep(queue.peer, request)
@@ -265,23 +262,23 @@ class Replication:
             self._drop_peer(queue)
             return False
         except PeerCallFailed:
-            for copy, _, _ in sent:
+            for copy, _ in sent:
                 self._continue_without_copy(copy)
             return True
         self._on_called(self._clock() - began_s)
         refused = {refusal.answer_id: decode_refusal(refusal.reason) for refusal in reply.refused}
-        for copy, entries, complete in sent:
-            self._acknowledge(copy, entries, complete, refused.get(copy.answer.head.answer_id))
+        for copy, entries in sent:
+            self._acknowledge(copy, entries, refused.get(copy.answer.head.answer_id))
         return True
 
-    def _acknowledge(self, copy: _Copy, entries: int, complete: bool, refused: PartRefusal | None) -> None:
+    def _acknowledge(self, copy: _Copy, entries: int, refused: PartRefusal | None) -> None:
         answer = copy.answer
         answer_id = answer.head.answer_id
         if self._copies.get(answer_id) is not copy:
             return
         match refused:
             case None:
-                copy.has_head, copy.entries, copy.complete = True, entries, complete
+                copy.has_head, copy.entries = True, entries
                 copy.blocks_delivery = True
                 copy.last_sent_s = self._clock()
                 self._resolve_key_check(answer_id, True)
@@ -290,7 +287,7 @@ class Replication:
                 self.stop(answer)
                 self._on_superseded(answer)
             case PartRefusal.GAP:
-                copy.has_head, copy.entries, copy.complete = False, 0, False
+                copy.has_head, copy.entries = False, 0
                 self._enqueue(copy)
             case PartRefusal.KEY_IN_USE if self._resolve_key_check(answer_id, False):
                 del self._copies[answer_id]

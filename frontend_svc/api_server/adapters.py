@@ -69,7 +69,6 @@ class ShareAdapters:
             log.warning("the names of given adapters could not be told: %s", error or type(error).__name__)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if self.path is not None and scope["type"] == "http":
             if self._models is None:
                 self._models = scope["app"].state.openai_serving_models

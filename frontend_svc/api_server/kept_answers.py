@@ -155,7 +155,6 @@ class KeepAnswers:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         frontend = self.frontend
         if frontend is None or scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)

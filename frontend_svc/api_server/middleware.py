@@ -132,7 +132,6 @@ class RequireApiKey:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if not self.keys or scope["type"] == "lifespan" or _is_open(scope) or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -181,7 +180,6 @@ class Ready:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if (
             scope["type"] != "http"
             or scope["path"].removeprefix(scope.get("root_path", "")) != READY_PATH
@@ -208,7 +206,6 @@ class SchemaApart:
         self._building = asyncio.Lock()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] == "http":
             fastapi = scope["app"]
             if scope["path"].removeprefix(scope.get("root_path", "")) == fastapi.openapi_url:
@@ -257,7 +254,6 @@ class RefuseEngineControl:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] != "http" or scope["path"].rstrip("/") not in ENGINE_CONTROL_PATHS:
             await self._app(scope, receive, send)
             return

@@ -34,6 +34,7 @@ from frontend_svc.api_server.engine_client import FleetClient
 from frontend_svc.api_server.http_protocol import BoundedProtocol, show_request_ids
 from frontend_svc.api_server.kept_answers import FrontendCalls, KeepAnswers
 from frontend_svc.api_server.large_lane import use_two_lanes
+from frontend_svc.api_server.launch import PythonBoot
 from frontend_svc.api_server.media import keep_media_apart
 from frontend_svc.api_server.middleware import (
     GracefulStop,
@@ -44,7 +45,6 @@ from frontend_svc.api_server.middleware import (
     SchemaApart,
     api_keys,
 )
-from frontend_svc.api_server.python import PythonBoot
 from frontend_svc.api_server.request_limits import RequestLimits
 from frontend_svc.api_server.spec import (
     ARGUMENTS_REFUSED,

@@ -37,7 +37,6 @@ class StreamStart:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -24,8 +24,7 @@ from frontend_svc.answers.calls import (
     parse_run_name,
     run_name,
 )
-from frontend_svc.answers.messages import decode_part, encode_part
-from frontend_svc.answers.peers import Peer, rendezvous_rank
+from frontend_svc.answers.peers import Peer, decode_part, encode_part, rendezvous_rank
 from frontend_svc.answers.store import (
     AnswerStore,
     AnswerTooLarge,

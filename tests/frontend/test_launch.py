@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frontend_svc.api_server.python import python_launch
-from frontend_svc.api_server.rust import rust_arguments
+from frontend_svc.api_server.launch import python_launch, rust_arguments
 from frontend_svc.api_server.sockets import EngineSockets
 from frontend_svc.api_server.spec import ApiServerSpec
 

@@ -18,7 +18,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 import tests.models.forked_ranks
 import tests.models.moves
 import tests.models.sink  # noqa: F401
-import worker_agent.engine.vllm.engine_ranks
 import worker_agent.engine.vllm.load
+import worker_agent.engine.vllm.ranks
 import worker_agent.engine.vllm.runner_extension
 import worker_agent.engine.vllm.scheduler  # noqa: F401

@@ -11,7 +11,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import serve_grpc
 from tests.waiting import WAIT_S
-from worker_agent.prefixes.pulls import PromptLink, PromptUnknown
+from worker_agent.prefixes import PromptLink, PromptUnknown
 
 HOUR_S = 3600.0
 

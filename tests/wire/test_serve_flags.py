@@ -16,7 +16,7 @@ from tailrace.cli.serve import service_command
 from tailrace.cli.up import up
 from tailrace.service.vllm_line import VllmLine, VllmLineError
 from tailrace.tiny import MODEL_PATH
-from worker_agent.engine_options import EngineOptionError, EngineOptions, with_flags
+from worker_agent.settings import EngineOptionError, EngineOptions, with_flags
 
 pytestmark = pytest.mark.vllm
 

@@ -29,9 +29,9 @@ from worker_agent.kv.client import Deliver
 from worker_agent.kv.server import KvSession
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.migration.export_call import Lease, SourceFailed, SourceLink, SourceLost
-from worker_agent.migration.source import Exports, SourceParts
-from worker_agent.migration.target import ImportRefused, Imports, TargetParts
-from worker_agent.prefixes.pulls import LoanLink, LoanLost, PullParts, Pulls
+from worker_agent.migration.source import Exports, MigrationParts
+from worker_agent.migration.target import ImportRefused, Imports
+from worker_agent.prefixes import LoanLink, LoanLost, PullParts, Pulls
 from worker_agent.registration import Addressee
 from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequests
@@ -260,36 +260,25 @@ class Node:
         )
         admission = AdmissionControl(pulls, self.front_ends, self.running, self.metrics, 1000)
         own = Addressee(str(self.number), "1")
-        self.exports = Exports(
-            SourceParts(
-                own,
-                self.engine,
-                info,
-                self.blocks,
-                self.front_ends,
-                self.running,
-                self.events,
-                self.metrics,
-                faults,
-                SETTINGS,
-            )
+        parts = MigrationParts(
+            own,
+            self.engine,
+            info,
+            self.blocks,
+            puller,
+            self.front_ends,
+            self.running,
+            self.events,
+            self.metrics,
+            faults,
+            spans,
+            SETTINGS,
+            admission.submit,
+            incoming=self.incoming,
         )
+        self.exports = Exports(parts)
         self.imports = Imports(
-            TargetParts(
-                own,
-                self.engine,
-                info,
-                puller,
-                self.front_ends,
-                self.running,
-                self.events,
-                self.metrics,
-                faults,
-                spans,
-                SETTINGS,
-                admission.submit,
-                incoming=self.incoming,
-            ),
+            parts,
             lambda address, seconds: MemorySourceLink(self._fleet.links, self._fleet.alive(int(address))),
         )
         dispatch = Dispatcher(

@@ -18,11 +18,11 @@ from tailrace.store.store import Store
 from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH
 from tests.waiting import WAIT_S
 from tests.worker.worker_processes import worker_process
-from worker_agent.engine_options import EngineOptionError, EngineOptions, with_flags
 from worker_agent.engines import make_engine, with_tiny_models_defaults
 from worker_agent.faults import VARIABLE, Faults
 from worker_agent.main import command
 from worker_agent.serving import consecutive_ids
+from worker_agent.settings import EngineOptionError, EngineOptions, with_flags
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import asyncio
 from tailrace.v1 import cache_pb2
 from tests.worker.test_pulls import HOLDER, Worker
 from worker_agent.engine.base import Frames
-from worker_agent.prefixes.pulls import Copies, PromptLink, PromptUnknown, PullOutcome
+from worker_agent.prefixes import Copies, PromptLink, PromptUnknown, PullOutcome
 
 REQUEST = cache_pb2.CopyRequest(
     request_id="asked", holder_instance_id="holder", holder_address=HOLDER.address, tokens=8

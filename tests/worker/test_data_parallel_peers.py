@@ -20,11 +20,11 @@ from worker_agent.parallel.data_parallel_meeting import (
     LinkLost,
     Meeting,
     MeetingError,
+    RankPeers,
     Rendezvous,
     Start,
     meet,
 )
-from worker_agent.parallel.data_parallel_peers import RankPeers
 
 DEADLINE_S = 30.0
 SETTINGS = {"data_parallel_size": "3"}

@@ -18,8 +18,7 @@ from tests.ports import free_port
 from tests.waiting import WAIT_S
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.parallel.node_command import NodeRefused, follow, join
-from worker_agent.parallel.node_gathering import Nodes
-from worker_agent.parallel.node_messages import NodeStream, Start
+from worker_agent.parallel.node_gathering import Nodes, NodeStream, Start
 from worker_agent.parallel.node_span import NodeSpan, read_span, worker_span
 
 VLLM = "0.32.0"

@@ -18,7 +18,7 @@ from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.faults import Faults
 from worker_agent.kv.address import KvAddress, KvShape, Ticket, kv_layout
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics
-from worker_agent.prefixes.pulls import LoanLink, PullParts, Pulls
+from worker_agent.prefixes import LoanLink, PullParts, Pulls
 from worker_agent.spans import TransferSpans
 
 SHAPE = KvShape("model", block_tokens=4, num_layers=1, layer_block_bytes=8)

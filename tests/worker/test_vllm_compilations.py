@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from worker_agent.engine.vllm.stats import Compilations
+from worker_agent.engine.vllm.facts import Compilations
 
 pytestmark = pytest.mark.vllm
 

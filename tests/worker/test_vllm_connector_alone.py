@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 from tests.worker.test_vllm_other_connectors import BESIDE, OFFLOADING, PROMPT, greedy
 from tests.worker.vllm_front import Front
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.engine.vllm.connectors import handover_of, transfer_config
+from worker_agent.engine.vllm.connector import handover_of, transfer_config
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 

@@ -46,8 +46,8 @@ from worker_agent.engine.base import (
     Submission,
 )
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom, Unrunnable
-from worker_agent.engine.vllm import connectors
-from worker_agent.engine.vllm.connectors import handover_of
+from worker_agent.engine.vllm import connector
+from worker_agent.engine.vllm.connector import handover_of
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.hidden_states import StepStates
@@ -274,7 +274,7 @@ async def test_untested_version_moves_by_replay_and_reports_this(
 ) -> None:
     config = engine._parts.core.config
     assert handover_of(config) == LIVE
-    monkeypatch.setattr(connectors, "vllm_version", version)
+    monkeypatch.setattr(connector, "vllm_version", version)
     assert handover_of(config).mode is TransferMode.REPLAY
     assert handover_of(config).reason.startswith(f"vLLM {version}: ")
     assert any(record.levelname == "WARNING" and version in record.message for record in caplog.records)

@@ -25,8 +25,8 @@ import torch
 import worker_agent.engine.vllm as package
 from tailrace.foreign_names import missing, names
 from worker_agent.engine.vllm import internals
-from worker_agent.engine_options import EngineOptionError, EngineOptions
 from worker_agent.engines import make_engine
+from worker_agent.settings import EngineOptionError, EngineOptions
 
 pytestmark = pytest.mark.vllm
 

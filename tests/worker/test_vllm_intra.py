@@ -26,8 +26,8 @@ from tests.waiting import WAIT_S
 from tests.worker.orders import ByLength, Stingy
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
 from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.vllm.core import use_policy
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
 from worker_agent.engine.vllm.settings import VllmSettings
 

@@ -17,8 +17,8 @@ from tests.models.lanes import run_cell
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
-from worker_agent.engine.vllm.connectors import handover_of
-from worker_agent.engine.vllm.node_ranks import encode_settings, folder_key, node_settings
+from worker_agent.engine.vllm.connector import handover_of
+from worker_agent.engine.vllm.ranks import encode_settings, folder_key, node_settings
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 from worker_agent.parallel.rank_leftovers import WORKER_PID
 

@@ -30,8 +30,8 @@ from tests.worker.test_vllm_engine import (
 from tests.worker.vllm_bundle import Bundle
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.errors import EngineRefusal
+from worker_agent.engine.vllm.core import use_policy
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.settings import VllmSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]

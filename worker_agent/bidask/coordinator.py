@@ -114,26 +114,22 @@ log = logging.getLogger(__name__)
 _MIGRATE_S: Final = 40.0
 
 
-class Fetching:
-    """Fetch a won request; implements bid_receiver.Fetch."""
+def fetch_over(instance_id: str, channels: Channels, service: Callable[[], str | None]) -> Fetch:
+    """Return a function that has the migration service move a won request here.
 
-    def __init__(self, instance_id: str, channels: Channels, service: Callable[[], str | None]) -> None:
-        """`service()` returns the address of the migration service while there is one."""
-        self._instance_id = instance_id
-        self._channels = channels
-        self._service = service
+    `service()` returns the address of that service while there is one.
+    """
 
-    async def __call__(self, won: Won) -> bool:
-        """Return whether the migration was committed."""
-        address = self._service()
+    async def fetch(won: Won) -> bool:
+        address = service()
         if address is None:
             return False
         award, state = won.award, types_pb2.MIGRATION_STATE_UNSPECIFIED
-        call = migration_pb2_grpc.MigrationStub(self._channels.get(address, Role.MIGRATION)).Migrate(
+        call = migration_pb2_grpc.MigrationStub(channels.get(address, Role.MIGRATION)).Migrate(
             migration_pb2.MigrateRequest(
                 request_id=won.request_id,
                 source_instance_id=won.sender,
-                target_instance_id=self._instance_id,
+                target_instance_id=instance_id,
                 from_epoch=award.from_epoch,
                 reason=award.reason,
                 policy=award.policy,
@@ -151,6 +147,8 @@ class Fetching:
         finally:
             call.cancel()
         return state == types_pb2.MIGRATION_STATE_COMMITTED
+
+    return fetch
 
 
 class BidAskServicer(bidask_pb2_grpc.BidAskServicer):
@@ -217,7 +215,7 @@ def coordinator_of(
         is_here,
         space,
         lambda request_id: imports.reserved(request_id) or is_here(request_id),
-        Fetching(own.instance_id, channels, migration_service),
+        fetch_over(own.instance_id, channels, migration_service),
         send_over(channels),
         metrics.offers,
     )

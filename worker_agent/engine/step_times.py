@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Final
 
 # Steps of at least this many tokens compute prompts; below, a step's duration hardly depends on their number.
@@ -68,13 +69,11 @@ _LOWEST: Final = -6 * _PER_OCTAVE
 _BUCKETS: Final = 28 * _PER_OCTAVE
 
 
+@dataclass(slots=True)
 class _Window:
-    __slots__ = ("buckets", "count", "total_ms")
-
-    def __init__(self) -> None:
-        self.buckets: dict[int, int] = {}
-        self.count = 0
-        self.total_ms = 0.0
+    buckets: dict[int, int] = field(default_factory=dict)
+    count: int = 0
+    total_ms: float = 0.0
 
 
 class RecentIntervals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from typing import Final, Generic, TypeVar
@@ -66,34 +67,23 @@ def view_of(
     )
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
-    """One request's place in the order: its cached `rank` and what the rank depends on."""
+    """One request's place in the order: its cached `rank` and what the rank depends on.
 
-    __slots__ = (
-        "_phase",
-        "_policy",
-        "_until",
-        "answering_s",
-        "arrival",
-        "lapsed",
-        "passed_blocks",
-        "queue_s",
-        "rank",
-    )
+    `arrival`, `queue_s` and `lapsed` are as in JobView, and so is `answering_s`, but 0 before the first
+    answering token. `passed_blocks`: as in `tailrace.intra.allocate.Claim`.
+    """
 
-    def __init__(self, arrival: int, queue_s: float = 0.0) -> None:
-        """`arrival` and `queue_s` are as in JobView."""
-        self.arrival = arrival
-        self.queue_s = queue_s
-        # As in JobView; answering_s is 0 before the first answering token.
-        self.answering_s = 0.0
-        self.lapsed = False
-        # As in `tailrace.intra.allocate.Claim`.
-        self.passed_blocks = 0
-        self.rank: Rank = ()
-        self._until = 0
-        self._phase: Phase | None = None
-        self._policy: IntraPolicy | None = None
+    arrival: int
+    queue_s: float = 0.0
+    answering_s: float = 0.0
+    lapsed: bool = False
+    passed_blocks: int = 0
+    rank: Rank = ()
+    _until: int = 0
+    _phase: Phase | None = None
+    _policy: IntraPolicy | None = None
 
     def start_answering(self, now_s: float, for_s: float = 0.0) -> None:
         """Record that the answer began `for_s` seconds before `now_s` (seconds since the epoch); later calls

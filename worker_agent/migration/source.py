@@ -19,20 +19,22 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from tailrace.messages import PHASE_NUMBERS
+from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import cancel, run_to_completion, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import worker_pb2
-from worker_agent.engine.base import Engine, EngineInfo, Exported, ExportedPause, RequestKey
+from worker_agent.engine.base import Engine, EngineInfo, Exported, ExportedPause, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal, Gone
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds
 from worker_agent.kv.address import (
+    BlockPuller,
     BlockSession,
     BlockSource,
     KvTransferError,
@@ -40,7 +42,7 @@ from worker_agent.kv.address import (
     kv_layout,
 )
 from worker_agent.metrics import WorkerMetrics
-from worker_agent.migration.copying import identity_message
+from worker_agent.migration.copying import LinkBudget, identity_message
 from worker_agent.migration.export_call import (
     Broken,
     Ended,
@@ -54,6 +56,7 @@ from worker_agent.registration import Addressee
 from worker_agent.reports import PhaseEvents
 from worker_agent.running_requests import RunningRequest, RunningRequests
 from worker_agent.settings import WorkerSettings
+from worker_agent.spans import TransferSpans
 
 log = logging.getLogger(__name__)
 
@@ -67,20 +70,29 @@ _LOOP: Final = loop_named("exports")
 
 
 @dataclass(frozen=True, slots=True)
-class SourceParts:
-    """Parts used by an export."""
+class MigrationParts:
+    """Parts of the worker that exports and imports use."""
 
     own: Addressee
     engine: Engine
     info: EngineInfo
-    # Sends the blocks.
+    # Sends the blocks of exports.
     blocks: BlockSource
+    # Fetches those of imports.
+    puller: BlockPuller
     front_ends: FrontEnds
     running: RunningRequests
     events: PhaseEvents
     metrics: WorkerMetrics
     faults: Faults
+    spans: TransferSpans
     settings: WorkerSettings
+    # Submits a request that had to wait for the end of an import.
+    resubmit: Callable[[Submission], None]
+    # Limits background transfers to here.
+    link: LinkBudget = field(default_factory=LinkBudget)
+    # Rate of incoming KV, including waits for the link budget.
+    incoming: TransferRate = field(default_factory=TransferRate)
 
 
 class ExportOutcome(enum.Enum):
@@ -99,7 +111,7 @@ class NotAnExport(Exception):
 class Export:
     """Export one request."""
 
-    def __init__(self, parts: SourceParts, lease: Lease) -> None:
+    def __init__(self, parts: MigrationParts, lease: Lease) -> None:
         self._parts = parts
         # The stream to the target. Commands come from its inbox, and so does what the front end says.
         self.lease = lease
@@ -403,7 +415,7 @@ class Export:
 class Exports:
     """Run each export in a task of its own that outlives its stream, and tell it what the front end says."""
 
-    def __init__(self, parts: SourceParts) -> None:
+    def __init__(self, parts: MigrationParts) -> None:
         self._parts = parts
         self._running: dict[Export, asyncio.Task[None]] = {}
         parts.front_ends.on_gone(self._client_gone)

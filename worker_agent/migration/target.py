@@ -16,34 +16,28 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
 from tailrace.handover import BACKGROUND, LIVE, SETTLE_S, TELL_SOURCE_S, Handover, TransferMode
 from tailrace.messages import PHASE_NUMBERS, TRANSFER_MODES
-from tailrace.perf.transfer_rate import TransferRate
 from tailrace.service.tasks import cancel, run_to_completion, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import types_pb2, worker_pb2
-from worker_agent.engine.base import Engine, EngineInfo, Exported, RequestKey, Submission
+from worker_agent.engine.base import Exported, RequestKey, Submission
 from worker_agent.engine.errors import EngineRefusal
-from worker_agent.faults import Faults
-from worker_agent.frontends import FrontEnd, FrontEnds, failed_here
+from worker_agent.frontends import FrontEnd, failed_here
 from worker_agent.kv.address import (
-    BlockPuller,
     BlockTransfer,
     KvTransferError,
     addresses_of,
 )
-from worker_agent.metrics import WorkerMetrics
 from worker_agent.migration.copying import (
     ABORTED,
     COPY_FAILURES,
     GONE,
     Abort,
     Copying,
-    LinkBudget,
     Paused,
     Round,
     abort_of,
@@ -53,11 +47,7 @@ from worker_agent.migration.copying import (
     stop_to_replay,
 )
 from worker_agent.migration.export_call import SourceLink, SourceLost, exported_of, tickets_of
-from worker_agent.registration import Addressee
-from worker_agent.reports import PhaseEvents
-from worker_agent.running_requests import RunningRequests
-from worker_agent.settings import WorkerSettings
-from worker_agent.spans import TransferSpans
+from worker_agent.migration.source import MigrationParts
 
 log = logging.getLogger(__name__)
 
@@ -71,33 +61,10 @@ _IMPORTS_MAX: Final = 32
 _ENDED_MAX: Final = 1_024
 
 
-@dataclass(frozen=True, slots=True)
-class TargetParts:
-    """Parts used by an import."""
-
-    own: Addressee
-    engine: Engine
-    info: EngineInfo
-    puller: BlockPuller
-    front_ends: FrontEnds
-    running: RunningRequests
-    events: PhaseEvents
-    metrics: WorkerMetrics
-    faults: Faults
-    spans: TransferSpans
-    settings: WorkerSettings
-    # Submits a request that had to wait for the end of an import.
-    resubmit: Callable[[Submission], None]
-    # Limits background transfers.
-    link: LinkBudget = field(default_factory=LinkBudget)
-    # Rate of incoming KV, including waits for the link budget.
-    incoming: TransferRate = field(default_factory=TransferRate)
-
-
 class Import:
     """Import one request."""
 
-    def __init__(self, parts: TargetParts, request: worker_pb2.ImportRequest, source: SourceLink) -> None:
+    def __init__(self, parts: MigrationParts, request: worker_pb2.ImportRequest, source: SourceLink) -> None:
         self.migration_id: Final = request.migration_id
         self.request_id: Final = request.request_id
         self._parts = parts
@@ -514,7 +481,7 @@ class Imports:
     """Run each import in a task of its own that outlives the migration service's call, and pass on what
     reaches it from outside."""
 
-    def __init__(self, parts: TargetParts, connect: Callable[[str, float], SourceLink]) -> None:
+    def __init__(self, parts: MigrationParts, connect: Callable[[str, float], SourceLink]) -> None:
         """`connect(address, seconds)` opens an export at a source, with this deadline."""
         self._parts = parts
         self._connect = connect

@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -19,6 +19,8 @@ import msgspec
 
 from tailrace.address import format_address
 from tailrace.service.sockets import probe_when_idle
+
+_log = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES: Final = 1 << 16
 # A peer reads its links all the time, and messages are tens of bytes.
@@ -120,8 +122,6 @@ def _gone(error: OSError) -> str:
         return "has died"
     return f"cannot be reached: {error.strerror or error}"
 
-
-_log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.5
 _CONNECT_S: Final = 5.0
@@ -332,3 +332,118 @@ def _await_welcome(link: Link, until_s: float) -> Sequence[int]:
 
 def _family(own: Rendezvous) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in own.host else socket.AF_INET
+
+
+_JOIN_S: Final = 5.0
+
+
+class RankPeers:
+    """The links of one rank, and the thread that reads them.
+
+    The callbacks are called on that thread: `on_start` with the number of a wave that a peer has started, and
+    `on_lost` at most once, with a sentence about the rank that has gone.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        meeting: Meeting,
+        on_start: Callable[[int], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._links = dict(meeting.links)
+        self._on_start = on_start
+        self._on_lost = on_lost
+        self._loss = ""
+        self._leaving = False
+        # Set once the others are told, because the thread closes the links.
+        self._told = False
+        self._lost = threading.Event()
+        self._losing = threading.Lock()
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="data-parallel-peers", daemon=True)
+        self._thread.start()
+
+    def start(self, wave: int) -> None:
+        """Call all other ranks to a wave that this one has started. Any thread."""
+        self._send_all(Start(wave), but=self._rank)
+
+    def lost_within(self, timeout_s: float) -> str:
+        """Return which rank is lost, or an empty text if none is within `timeout_s`. Any thread; blocks."""
+        self._lost.wait(timeout_s)
+        return self._loss
+
+    def leave(self, how: str) -> None:
+        """Tell the others, unless another rank left first, that this rank `how` (`was stopped`), and end the
+        thread. May be called again. Blocks for at most 5 s, plus 5 s for each peer that does not read."""
+        with self._losing:
+            if self._leaving:
+                return
+            self._leaving = True
+            others = not self._loss
+        if others:
+            self._send_all(Leave(self._rank, how), but=self._rank)
+        self._told = True
+        self._wake.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for rank, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, rank)
+            while not self._loss and not self._told:
+                for key, _ in selector.select():
+                    if isinstance(key.fileobj, Link):
+                        self._read(key.data, key.fileobj)
+        self._woken.close()
+        for link in self._links.values():
+            link.close()
+
+    def _read(self, rank: int, link: Link) -> None:
+        try:
+            for message in link.receive():
+                self._hear(rank, message)
+        except LinkLost as lost:
+            self._lose(Leave(rank, str(lost)), told_by=rank)
+
+    def _hear(self, sender: int, message: Message) -> None:
+        match message:
+            case Start(wave):
+                if self._rank == 0:
+                    self._send_all(message, but=sender)
+                self._on_start(wave)
+            case Leave():
+                self._lose(message, told_by=sender)
+            case _:
+                raise LinkLost(f"sent a {type(message).__name__.lower()} after the meeting")
+
+    # ---- any thread
+
+    def _send_all(self, message: Message, but: int) -> None:
+        for rank, link in self._links.items():
+            if rank == but:
+                continue
+            try:
+                link.send(message)
+            except LinkLost as lost:
+                self._lose(Leave(rank, str(lost)), told_by=rank)
+
+    def _lose(self, leave: Leave, told_by: int) -> None:
+        with self._losing:
+            if self._loss or self._leaving:
+                return
+            self._loss = (
+                f"rank {leave.rank} of {self._size} of the data-parallel deployment {leave.how}; "
+                "the other ranks cannot go on without it"
+            )
+        if self._rank == 0:
+            self._send_all(leave, but=told_by)
+        self._lost.set()
+        self._on_lost(self._loss)

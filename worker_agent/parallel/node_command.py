@@ -20,7 +20,7 @@ from tailrace.service.runtime import Shutdown, run_service
 from tailrace.telemetry.log_format import log_as
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.network import untrusted_reason, use_network_of
-from worker_agent.parallel.node_messages import Join, Loaded, NodeStream, Refused, Start, Stopped
+from worker_agent.parallel.node_gathering import Join, Loaded, NodeStream, Refused, Start, Stopped
 
 _RETRY_S: Final = 0.5
 _ATTEMPT_S: Final = 10.0
@@ -177,7 +177,7 @@ async def serve(options: NodeOptions) -> None:
     with collector_paused():
         from vllm.version import __version__ as vllm_version
 
-        from worker_agent.engine.vllm.node_ranks import NodeRanks, folder_key, node_settings
+        from worker_agent.engine.vllm.ranks import NodeRanks, folder_key, node_settings
     stream, start = await join(options.worker, options.node, vllm_version, options.join_timeout_s)
     log.info("node %d of the engine at %s", options.node, options.worker)
     settings = node_settings(start.settings, options.node, options.model)

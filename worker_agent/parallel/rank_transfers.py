@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class RankedSession:
-    """One export's blocks, in every rank."""
+    """The BlockSession of one export, in every rank."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class RankedSession:
         self._end = end
 
     async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
-        """See BlockSession.announce."""
         if not hashes:
             return
         try:
@@ -62,12 +61,11 @@ class RankedSession:
         await self._announce(first_block, hashes, block_ids)
 
     async def end(self) -> None:
-        """See BlockSession.end."""
         await self._end(self.taken)
 
 
 class RankedTransfer:
-    """The pulls of one migration. It fails as a whole: a round completes when every rank has its part."""
+    """The BlockTransfer of a migration. Fails as a whole: a round completes when every rank has its part."""
 
     def __init__(self, number: int, request_id: str, memory: RankedMemory, metrics: WorkerMetrics) -> None:
         self._number = number
@@ -90,7 +88,6 @@ class RankedTransfer:
             raise
 
     async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
-        """See BlockTransfer.pull."""
         if not hashes:
             return 0
         with self._memory.receiving(self._request_id, first_block, len(hashes)) as block_ids:
@@ -107,7 +104,6 @@ class RankedTransfer:
         return size
 
     async def close(self) -> None:
-        """See BlockTransfer.close."""
         if self._closed:
             return
         self._closed = True
@@ -150,7 +146,6 @@ class RankedTransport:
         return cls(memory, metrics, addresses)
 
     async def open(self, request_id: str, targets: Sequence[KvAddress]) -> RankedSession:
-        """See BlockSource.open."""
         number = next(self._numbers)
         calls = [
             link.ask(Open(number, target), Opened)
@@ -169,7 +164,6 @@ class RankedTransport:
     async def connect(
         self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
     ) -> RankedTransfer:
-        """See BlockPuller.connect."""
         if len(tickets) != len(sources):
             raise KvTransferError(f"{len(tickets)} tickets for {len(sources)} ranks")
         transfer = RankedTransfer(next(self._numbers), request_id, self._memory, self._metrics)

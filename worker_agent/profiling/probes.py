@@ -142,7 +142,6 @@ class Probes:
     # ---- EngineSink
 
     def on_step(self, columns: StepColumns) -> None:
-        """EngineSink.on_step."""
         if columns.client == PROBES:
             self._loop.call_soon_threadsafe(self._step, columns)
             return
@@ -151,11 +150,9 @@ class Probes:
         self._inner.on_step(columns)
 
     def on_utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """EngineSink.on_utility."""
         self._inner.on_utility(client, call_id, frames)
 
     def on_engine_dead(self, reason: str) -> None:
-        """EngineSink.on_engine_dead."""
         self._fail(f"the engine failed: {reason}")
         self._inner.on_engine_dead(reason)
 

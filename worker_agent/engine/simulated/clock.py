@@ -36,11 +36,9 @@ class WatchedClock:
         self._on_delay = on_delay
 
     def time(self) -> float:
-        """Clock.time."""
         return self._clock.time()
 
     def call_at(self, at_s: float, callback: Callable[[], object]) -> Timer:
-        """Clock.call_at."""
 
         def call() -> None:
             self._on_delay(self._clock.time() - at_s)

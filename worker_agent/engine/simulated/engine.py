@@ -41,12 +41,17 @@ from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.simulated.clock import Boundary, Clock, Timer
 from worker_agent.engine.simulated.emitter import Emitter
-from worker_agent.engine.simulated.exports import SimulatedExports
-from worker_agent.engine.simulated.imports import SimulatedImports, check_state
 from worker_agent.engine.simulated.kv import BlockPool, Bytes, HostStaging, KvCodec
+from worker_agent.engine.simulated.migration import SimulatedExports, SimulatedImports, check_state
 from worker_agent.engine.simulated.prefixes import Prefixes
-from worker_agent.engine.simulated.reader import RequestReader, answer_utility
-from worker_agent.engine.simulated.request import Request, SimulatedRequests, State, predicted_remaining
+from worker_agent.engine.simulated.request import (
+    Request,
+    RequestReader,
+    SimulatedRequests,
+    State,
+    answer_utility,
+    predicted_remaining,
+)
 from worker_agent.engine.simulated.scheduler import HostMemory, Scheduler, Step
 from worker_agent.engine.simulated.script import read_vocabulary
 from worker_agent.engine.simulated.settings import SimulatedFaults, SimulatedSettings, at_speed
@@ -131,7 +136,6 @@ class SimulatedEngine:
     # ---- lifecycle
 
     async def start(self, sink: EngineSink) -> EngineInfo:
-        """Engine.start."""
         if self._clock is None:
             self._clock = asyncio.get_running_loop()
         self._sink = sink
@@ -178,7 +182,6 @@ class SimulatedEngine:
         )
 
     async def stop(self) -> None:
-        """Engine.stop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -236,7 +239,6 @@ class SimulatedEngine:
         self._wake()
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
-        """Engine.abort."""
         for key in keys:
             self._imports.waiting.remove_key(key)
             request = self._table.by_key(key)
@@ -245,14 +247,12 @@ class SimulatedEngine:
         self._wake()
 
     def abort_client(self, client: int) -> None:
-        """Engine.abort_client."""
         self._imports.waiting.remove_client(client)
         for request in self._table.of_client(client):
             self._free(request)
         self._wake()
 
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """Engine.utility."""
         if self._sink is None:
             raise RuntimeError("the engine is not started")
         self._sink.on_utility(client, call_id, answer_utility(call_id, frames))
@@ -260,11 +260,9 @@ class SimulatedEngine:
     def set_intra(
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
-        """Engine.set_intra."""
         self._scheduler.use_policy(make_intra(name, parameters, slo))
 
     def stats(self) -> EngineStats:
-        """Engine.stats."""
         mean_ms, p99_ms = self._intervals.mean_and_p99_ms(self._live_clock().time())
         intra = self._scheduler.intra
         requests = [
@@ -325,7 +323,6 @@ class SimulatedEngine:
         return 0 if swapped is None else len(swapped.slots)
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
-        """Engine.find_held."""
         requests = {key: self._table.by_key(key) for key in keys}
         return {
             key: Held(request.epoch, request.state is State.PAUSED)
@@ -336,47 +333,37 @@ class SimulatedEngine:
     # ---- prefixes transferred between engines
 
     async def submitted(self, request_id: str) -> Frames:
-        """Engine.submitted."""
         return self._table.known(request_id).frames
 
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
-        """Engine.loan_open."""
         return self._prefixes.open_loan(loan_id, names)
 
     async def loan_end(self, loan_id: str) -> None:
-        """Engine.loan_end."""
         self._prefixes.end_loan(loan_id)
         self._wake()
 
     async def fetch_missing(self, submission: Submission) -> list[bytes]:
-        """Engine.fetch_missing."""
         return self._prefixes.missing(submission)
 
     async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
-        """Engine.fetch_open."""
         return self._prefixes.open_fetch(fetch_id, submission, max_tokens)
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
-        """Engine.fetch_keep."""
         self._prefixes.keep(fetch_id, blocks)
 
     async def fetch_drop(self, fetch_id: str) -> None:
-        """Engine.fetch_drop."""
         self._prefixes.drop_fetch(fetch_id)
         self._wake()
 
     # ---- source of a migration
 
     async def export_open(self, request_id: str) -> Exported:
-        """Engine.export_open."""
         return self._exports.open(request_id)
 
     async def export_more(self, request_id: str, have_blocks: int) -> list[bytes]:
-        """Engine.export_more."""
         return self._exports.more(request_id, have_blocks)
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
-        """Engine.export_pause."""
         requested_s = self._live_clock().time()
         if self._step is not None:
             return await self._boundary.call(lambda: self._pause(request_id, have_blocks, requested_s))
@@ -388,7 +375,6 @@ class SimulatedEngine:
         return self._exports.pause(request_id, have_blocks, interval_ms, now_s - requested_s)
 
     async def export_stop(self, request_id: str) -> ExportedPause:
-        """Engine.export_stop."""
         requested_s = self._live_clock().time()
         if self._step is not None:
             return await self._boundary.call(lambda: self._stop_request(request_id, requested_s))
@@ -400,7 +386,6 @@ class SimulatedEngine:
         return self._exports.stop(request_id, interval_ms, now_s - requested_s)
 
     async def export_resume(self, request_id: str) -> None:
-        """Engine.export_resume."""
         self._exports.resume(request_id)
         self._wake()
 
@@ -415,17 +400,14 @@ class SimulatedEngine:
         self._wake()
 
     def staging(self, num_blocks: int) -> HostStaging:
-        """Engine.staging."""
         return HostStaging(np.empty(num_blocks * self._shape.block_bytes, np.uint8))
 
     def staging_over(self, memory: Bytes) -> HostStaging:
-        """Engine.staging_over."""
         return HostStaging(memory)
 
     async def read_blocks(
         self, request_id: str, first_block: int, num_blocks: int, out: Staging
     ) -> list[int]:
-        """Engine.read_blocks."""
         if self._prefixes.has_loan(request_id):
             return self._prefixes.read(request_id, first_block, num_blocks, out)
         return await self._exports.read(request_id, first_block, num_blocks, out)
@@ -433,23 +415,18 @@ class SimulatedEngine:
     # ---- target of a migration
 
     async def replay_check(self, exported: Exported, key: RequestKey) -> None:
-        """Engine.replay_check."""
         self._imports.check_replay(exported, key)
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Engine.import_open."""
         self._imports.open(exported, key, epoch)
 
     async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Engine.import_queue."""
         await self._imports.queue(exported, key, epoch)
 
     def import_cached(self, request_id: str) -> int:
-        """Engine.import_cached."""
         return self._imports.cached(request_id)
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
-        """Engine.import_reserve."""
         self._imports.reserve(request_id, num_blocks)
 
     async def write_blocks(
@@ -460,7 +437,6 @@ class SimulatedEngine:
         received: Staging,
         checksums: Sequence[int],
     ) -> None:
-        """Engine.write_blocks."""
         if self._prefixes.has_fetch(request_id):
             self._prefixes.write(request_id, first_block, num_blocks, received, checksums)
             return
@@ -471,12 +447,10 @@ class SimulatedEngine:
         self._imports.prepare(request_id, pause)
 
     async def import_activate(self, request_id: str) -> None:
-        """Engine.import_activate."""
         self._imports.activate(request_id)
         self._wake()
 
     async def import_drop(self, request_id: str) -> None:
-        """Engine.import_drop."""
         self._imports.waiting.remove(request_id)
         request = self._imports.find(request_id)
         if request is not None:

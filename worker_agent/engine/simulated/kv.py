@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b, shake_128
 from typing import Final
@@ -31,13 +32,11 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 
 
+@dataclass(slots=True, eq=False)
 class HostStaging:
     """Staging in ordinary memory."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: Bytes) -> None:
-        self.array = array
+    array: Bytes
 
     @property
     def buffer(self) -> object:

@@ -13,7 +13,7 @@ import numpy as np
 from worker_agent.engine.base import Staging, Submission
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom
 from worker_agent.engine.simulated.kv import BlockPool, KvCodec, seeds_of, staged_bytes
-from worker_agent.engine.simulated.reader import RequestReader
+from worker_agent.engine.simulated.request import RequestReader
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Fetch:
 
 
 class Prefixes:
-    """Loans and fetches of one engine, by ID."""
+    """Loans and fetches of one engine, by ID; for the methods, see those of `Engine`."""
 
     def __init__(self, pool: BlockPool, reader: RequestReader, codec: KvCodec, prefix_caching: bool) -> None:
         self._pool = pool
@@ -50,7 +50,6 @@ class Prefixes:
     # ---- lender
 
     def open_loan(self, loan_id: str, names: Sequence[bytes]) -> int:
-        """Engine.loan_open."""
         if loan_id in self._loans:
             raise EngineRefusal(f"{loan_id} is open")
         blocks: list[int] = []
@@ -59,12 +58,10 @@ class Prefixes:
         return count
 
     def end_loan(self, loan_id: str) -> None:
-        """Engine.loan_end."""
         names, blocks = self._loans.pop(loan_id, ([], []))
         self._pool.release(blocks, names)
 
     def read(self, loan_id: str, first_block: int, num_blocks: int, out: Staging) -> list[int]:
-        """Engine.read_blocks."""
         names, _ = self._loans[loan_id]
         requested = names[first_block : first_block + num_blocks]
         if first_block < 0 or num_blocks < 1 or len(requested) != num_blocks:
@@ -75,14 +72,12 @@ class Prefixes:
     # ---- borrower
 
     def missing(self, submission: Submission) -> list[bytes]:
-        """Engine.fetch_missing."""
         names, blocks = self._names(submission, None), list[int]()
         cached = self._pool.take_named(blocks, names)
         self._pool.release(blocks, names[:cached])
         return names[cached:]
 
     def open_fetch(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
-        """Engine.fetch_open."""
         pool = self._pool
         names, blocks = self._names(submission, max_tokens // pool.block_tokens), list[int]()
         count, cached = len(names), pool.take_named(blocks, names)
@@ -108,7 +103,6 @@ class Prefixes:
     def write(
         self, fetch_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
     ) -> None:
-        """Engine.write_blocks."""
         fetch = self._fetches[fetch_id]
         missing = fetch.names[fetch.cached :]
         names = missing[first_block : first_block + num_blocks]
@@ -123,7 +117,6 @@ class Prefixes:
         fetch.written.update(range(first_block, first_block + num_blocks))
 
     def keep(self, fetch_id: str, blocks: int) -> None:
-        """Engine.fetch_keep."""
         fetch = self._fetches.get(fetch_id)
         if fetch is None or not fetch.written.issuperset(range(blocks)):
             raise EngineRefusal(f"{fetch_id}: its blocks have not arrived")

@@ -1,20 +1,27 @@
-"""One request in a simulated engine."""
+"""The requests of a simulated engine, and how they are read from vLLM's messages."""
 
 from __future__ import annotations
 
 import enum
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
+from tailrace import wire
+from tailrace.cache.names import NO_KEYS, Naming
 from tailrace.cluster import Phase
 from tailrace.intra.base import JobView
 from tailrace.perf.remaining import limited, tokens_left
+from tailrace.wire.cache_keys import read_cache_keys
 from worker_agent.engine.base import Frames, RequestKey
-from worker_agent.engine.errors import Gone
+from worker_agent.engine.errors import Gone, Unrunnable
 from worker_agent.engine.simulated.kv import BlockChain
-from worker_agent.engine.simulated.script import Script
+from worker_agent.engine.simulated.script import Script, Vocabulary, opens_reasoning
+from worker_agent.engine.simulated.settings import SimulatedSettings
 from worker_agent.engine.turns import Turn, arrival_order, view_of
 
 _numbers = itertools.count()
@@ -34,90 +41,49 @@ class State(enum.Enum):
     GONE = "gone"
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A request's mutable state; the scheduler, the exports and the imports each change their part of it."""
 
-    __slots__ = (
-        "arrival_s",
-        "blocks",
-        "chain",
-        "computed",
-        "epoch",
-        "exported_outputs",
-        "finish_at",
-        "frames",
-        "frontend_id",
-        "key",
-        "length_limit",
-        "logprobs",
-        "outputs",
-        "phase",
-        "prompt",
-        "reasoning_end",
-        "reasons",
-        "request_id",
-        "script",
-        "state",
-        "stops",
-        "submitted_s",
-        "total",
-        "trace_headers",
-        "traceparent",
-        "turn",
-    )
+    key: RequestKey
+    request_id: str
+    epoch: int
+    frames: Frames
+    frontend_id: str
+    traceparent: str
+    prompt: list[int]
+    outputs: list[int]
+    script: Script
+    chain: BlockChain
+    # Most output tokens.
+    length_limit: int
+    # The model reasons, and the prompt has not ended the reasoning.
+    reasons: bool
+    # Index of the output token that ended the reasoning.
+    reasoning_end: int | None
+    logprobs: int | None
+    arrival_s: float
+    trace_headers: dict[str, str] | None
+    stops: frozenset[int] = field(init=False)
+    # Index of the last token, given by the length limit or the end-of-sequence token.
+    finish_at: int = field(init=False)
+    # Number of all tokens, and of those whose KV exists.
+    total: int = field(init=False)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    state: State = State.WAITING
+    turn: Turn = field(init=False)
+    phase: Phase = Phase.PREFILL
+    # Output tokens that the open export has reported; None: no export is open.
+    exported_outputs: int | None = None
+    # Monotonic time of submission, for the API server's metrics.
+    submitted_s: float = field(default_factory=time.monotonic)
 
-    def __init__(
-        self,
-        *,
-        key: RequestKey,
-        request_id: str,
-        epoch: int,
-        frames: Frames,
-        frontend_id: str,
-        traceparent: str,
-        prompt: list[int],
-        outputs: list[int],
-        script: Script,
-        chain: BlockChain,
-        length_at: int,
-        reasons: bool,
-        reasoning_end: int | None,
-        logprobs: int | None,
-        arrival_s: float,
-        trace_headers: dict[str, str] | None,
-    ) -> None:
-        self.key = key
-        self.request_id = request_id
-        self.epoch = epoch
-        self.frames = frames
-        self.frontend_id = frontend_id
-        self.traceparent = traceparent
-        self.prompt = prompt
-        self.outputs = outputs
-        self.script = script
-        self.stops = script.stops
-        self.chain = chain
-        self.length_limit = length_at + 1
-        # Index of the last token, given by the length limits or the end-of-sequence token.
-        self.finish_at = min(length_at, script.eos_at)
-        # The model reasons, and the prompt has not ended the reasoning.
-        self.reasons = reasons
-        # Index of the output token that ended the reasoning.
-        self.reasoning_end = reasoning_end
-        self.logprobs = logprobs
-        self.arrival_s = arrival_s
-        self.trace_headers = trace_headers
-        # Number of all tokens, and of those whose KV exists.
-        self.total = len(prompt) + len(outputs)
-        self.computed = 0
-        self.blocks: list[int] = []
-        self.state = State.WAITING
-        self.turn = Turn(arrival_order(arrival_s, next(_numbers)))
-        self.phase = Phase.PREFILL
-        # Output tokens that the open export has reported; None: no export is open.
-        self.exported_outputs: int | None = None
-        # Monotonic time of submission, for the API server's metrics.
-        self.submitted_s = time.monotonic()
+    def __post_init__(self) -> None:
+        self.stops = self.script.stops
+        self.finish_at = min(self.length_limit - 1, self.script.eos_at)
+        self.total = len(self.prompt) + len(self.outputs)
+        self.turn = Turn(arrival_order(self.arrival_s, next(_numbers)))
 
     # ---- worker_agent.engine.step_order.Member
 
@@ -231,3 +197,96 @@ class SimulatedRequests:
         if request is None:
             raise Gone(f"request {request_id} is not on this engine")
         return request
+
+
+class RequestReader:
+    """Decodes requests for one engine."""
+
+    def __init__(
+        self, settings: SimulatedSettings, vocabulary: Vocabulary, naming: Naming, max_model_len: int
+    ) -> None:
+        self._settings = settings
+        self._vocabulary = vocabulary
+        self._naming = naming
+        self._max_model_len = max_model_len
+
+    def read(
+        self,
+        key: RequestKey,
+        epoch: int,
+        frames: Frames,
+        output_token_ids: Sequence[int],
+        frontend_id: str,
+        traceparent: str,
+    ) -> Request:
+        """Decode a request. Raise Unrunnable."""
+        try:
+            message = wire.read_full_request(frames)
+        except msgspec.DecodeError as error:
+            raise Unrunnable(f"malformed request: {error}") from error
+        sampling = message.sampling_params
+        prompt = message.prompt_token_ids
+        if sampling is None or not prompt:
+            raise Unrunnable("the simulated engine continues prompts of token ids only")
+        if sampling.prompt_logprobs is not None:
+            raise Unrunnable("the simulated engine has no prompt log probabilities")
+        room = self._max_model_len - len(prompt)
+        if room <= 0:
+            raise Unrunnable(f"a prompt of {len(prompt)} tokens, of at most {self._max_model_len - 1}")
+        try:
+            script = Script(prompt, sampling, self._settings, self._vocabulary)
+        except ValueError as error:
+            raise Unrunnable(str(error)) from error
+        cache_keys = read_cache_keys(frames)
+        outputs = list(output_token_ids)
+        limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        end_think = self._vocabulary.end_think
+        return Request(
+            key=key,
+            request_id=message.request_id,
+            epoch=epoch,
+            frames=frames,
+            frontend_id=frontend_id,
+            traceparent=traceparent,
+            prompt=prompt,
+            outputs=outputs,
+            script=script,
+            chain=BlockChain(
+                self._naming, NO_KEYS if cache_keys is None else cache_keys.keys, prompt, outputs
+            ),
+            length_limit=limit,
+            reasons=(
+                self._settings.reasoning_mean_tokens > 0
+                and end_think is not None
+                and opens_reasoning(prompt, self._vocabulary) is not False
+            ),
+            reasoning_end=outputs.index(end_think) if end_think in outputs else None,
+            logprobs=sampling.logprobs,
+            arrival_s=message.arrival_time,
+            trace_headers=message.trace_headers,
+        )
+
+
+_ANSWERS: Final[Mapping[str, object]] = {
+    "get_supported_tasks": ("generate",),
+    "is_sleeping": False,
+    "is_scheduler_paused": False,
+    "reset_prefix_cache": True,
+    "reset_mm_cache": None,
+    "reset_encoder_cache": None,
+    "list_loras": (),
+    "profile": None,
+}
+
+
+def answer_utility(call_id: int, frames: Frames) -> list[bytes]:
+    """Return vLLM's answer to this call, or its failure for unknown methods."""
+    try:
+        method = wire.read_utility(frames).method
+    except msgspec.DecodeError as error:
+        return wire.utility_failure(call_id, f"malformed utility call: {error}")
+    if method not in _ANSWERS:
+        return wire.utility_failure(
+            call_id, f"Call to {method} method failed: the simulated engine has no method {method!r}"
+        )
+    return wire.utility_result(call_id, _ANSWERS[method])

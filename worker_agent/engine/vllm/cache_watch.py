@@ -55,7 +55,6 @@ class CacheWatch(EventPublisher):  # type: ignore[misc]
         self.book.change([short(name) for name in stored], [short(name) for name in removed], Tier.HOST)
 
     def publish(self, events: EventBatch) -> None:
-        """EventPublisher.publish."""
         # For each name in these events, whether it is in the cache after all of them.
         present: dict[int, bool] = {}
         for event in events.events:
@@ -79,11 +78,9 @@ class CacheWatch(EventPublisher):  # type: ignore[misc]
         self._downstream.publish(events)
 
     def shutdown(self) -> None:
-        """EventPublisher.shutdown."""
         self._downstream.shutdown()
 
     def get_publisher_config(self) -> KVEventsConfig | None:
-        """EventPublisher.get_publisher_config."""
         return self._downstream.get_publisher_config()
 
 

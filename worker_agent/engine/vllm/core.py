@@ -13,21 +13,23 @@ from dataclasses import dataclass
 
 from vllm.v1.engine import EngineCoreOutputs, UtilityOutput, UtilityResult
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tailrace.intra.base import IntraPolicy, JobView, Rank
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.errors import EngineSettingError
+from worker_agent.engine.step_order import StepOrder
+from worker_agent.engine.turns import Turn, serving_phase
 from worker_agent.engine.vllm.cache_watch import CacheWatch
-from worker_agent.engine.vllm.data_parallel_settings import prepare_data_parallel
 from worker_agent.engine.vllm.exports import VllmExports
-from worker_agent.engine.vllm.fetches import Fetch, Fetches
 from worker_agent.engine.vllm.imports import ReservedImport, VllmImports
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.lockstep import Lockstep
+from worker_agent.engine.vllm.lockstep import Lockstep, prepare_data_parallel
 from worker_agent.engine.vllm.outputs import OutputWriter
-from worker_agent.engine.vllm.pinned import Pinned, VllmLoans
+from worker_agent.engine.vllm.pinned import Fetch, Fetches, Pinned, VllmLoans
 from worker_agent.engine.vllm.predictions import LengthWatch
-from worker_agent.engine.vllm.requests import VllmRequests
+from worker_agent.engine.vllm.requests import VllmRequest, VllmRequests
 from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
 from worker_agent.engine.vllm.submissions import Submissions
 
@@ -257,6 +259,46 @@ class EngineThread:
     def _run_commands(self) -> None:
         while not self._inbox.empty():
             self._inbox.get()()
+
+
+def use_policy(policy: IntraPolicy | None, core: LoadedCore, table: VllmRequests) -> None:
+    """Order requests by this policy, or as vLLM does if None. Engine thread, between two steps."""
+    core.intra = policy
+    core.scheduler.use_order(None if policy is None else _step_order(policy, core, table))
+
+
+def _step_order(policy: IntraPolicy, core: LoadedCore, table: VllmRequests) -> StepOrder[Request]:
+    def entry_of(request: Request) -> VllmRequest:
+        entry = table.get(request.request_id)
+        # Between commands, the table has every request that the scheduler has.
+        assert entry is not None
+        return entry
+
+    def turn_of(request: Request) -> Turn:
+        return entry_of(request).turn
+
+    def rank(request: Request) -> Rank:
+        entry = entry_of(request)
+        turn, outputs = entry.turn, request.num_output_tokens
+        if not turn.is_current(policy, serving_phase(outputs, entry.phases.reasons), outputs):
+            turn.update(policy, entry.view)
+        return turn.rank
+
+    def held_blocks(request: Request) -> int:
+        return len(core.blocks_of(request.request_id))
+
+    def swapped(request: Request) -> bool:
+        return core.host.get(request.request_id) is not None
+
+    def exempt(request: Request) -> bool:
+        # KV that is not verified yet must not be swapped out: its new checksums would make it seem valid.
+        scheduler, request_id = core.scheduler, request.request_id
+        return request_id in scheduler.exporting or request_id in scheduler.unverified
+
+    def view(request: Request) -> JobView:
+        return entry_of(request).view
+
+    return StepOrder(policy, core.block_tokens, rank, turn_of, held_blocks, swapped, exempt, view)
 
 
 # Accepted but not executed: adapters are evicted as needed, because each API server has its own numbering.

@@ -7,7 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,17 +34,13 @@ from worker_agent.engine.base import (
 )
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, raised_anew
 from worker_agent.engine.vllm.cache_watch import naming_of
-from worker_agent.engine.vllm.core import EngineParts, EngineThread
-from worker_agent.engine.vllm.engine_ranks import EngineRanks
-from worker_agent.engine.vllm.exports import PauseDone
-from worker_agent.engine.vllm.fingerprint import identity, kv_shape, ready_response
+from worker_agent.engine.vllm.core import EngineParts, EngineThread, use_policy
+from worker_agent.engine.vllm.facts import Compilations, engine_stats, identity, kv_shape, ready_response
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.node_ranks import encode_settings, folder_key
-from worker_agent.engine.vllm.orders import use_policy
 from worker_agent.engine.vllm.rank_facts import hardware
+from worker_agent.engine.vllm.ranks import EngineRanks, encode_settings, folder_key
 from worker_agent.engine.vllm.settings import VllmSettings
-from worker_agent.engine.vllm.stats import Compilations, engine_stats
 from worker_agent.network import use_network_of
 from worker_agent.parallel.node_gathering import Nodes
 from worker_agent.parallel.node_span import NodeSpan, worker_span
@@ -100,7 +97,7 @@ class VllmEngine:
             raise RuntimeError(f"vLLM did not start: {error}") from error
         core = self._parts.core
         if core.ranked:
-            self._ranks = await self._serve_ranks(core)
+            self._ranks = await self._serve_ranks()
         if span is not None and self._nodes is not None:
             self._nodes.loaded({span.of_rank(each.rank): each.meeting for each in core.ranks})
             self._nodes.lost.add_done_callback(self._node_lost)
@@ -148,19 +145,15 @@ class VllmEngine:
     # ---- the data path
 
     def submit(self, submission: Submission) -> None:
-        """Engine.submit."""
         self._thread.post(lambda: self._parts.submissions.submit(submission))
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
-        """Engine.abort."""
         self._thread.post(lambda: self._parts.submissions.abort(keys))
 
     def abort_client(self, client: int) -> None:
-        """Engine.abort_client."""
         self._thread.post(lambda: self._parts.submissions.abort_client(client))
 
     def utility(self, client: int, call_id: int, frames: Frames) -> None:
-        """Engine.utility."""
 
         def run() -> None:
             answer = self._parts.utility.call(call_id, frames)
@@ -171,52 +164,43 @@ class VllmEngine:
     def set_intra(
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
-        """Engine.set_intra."""
         policy = make_intra(name, parameters, slo)
         self._thread.post(lambda: use_policy(policy, self._parts.core, self._parts.table))
 
     def stats(self) -> EngineStats:
-        """Engine.stats."""
         parts = self._parts
         return engine_stats(parts.core, parts.table, parts.writer, parts.cache, self._compilations)
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
-        """Engine.find_held."""
         return await self._run(lambda parts: parts.submissions.find_held(keys))
 
     # ---- source of a migration
 
     async def export_open(self, request_id: str) -> Exported:
-        """Engine.export_open."""
         return await self._run(lambda parts: parts.exports.open(request_id))
 
     async def export_more(self, request_id: str, have_blocks: int) -> list[bytes]:
-        """Engine.export_more."""
         return await self._run(lambda parts: parts.exports.more(request_id, have_blocks))
 
     async def export_pause(self, request_id: str, have_blocks: int) -> ExportedPause:
         """Engine.export_pause. The sink has all outputs before this returns, as the engine thread delivers
         them first."""
         asked_s = time.monotonic()
-        return await self._run_pause(
-            lambda done: self._parts.exports.pause(request_id, have_blocks, asked_s, done)
+        return await self._ask(
+            lambda parts, done: parts.exports.pause(request_id, have_blocks, asked_s, done)
         )
 
     async def export_stop(self, request_id: str) -> ExportedPause:
-        """Engine.export_stop."""
         asked_s = time.monotonic()
-        return await self._run_pause(lambda done: self._parts.exports.stop(request_id, asked_s, done))
+        return await self._ask(lambda parts, done: parts.exports.stop(request_id, asked_s, done))
 
     async def export_resume(self, request_id: str) -> None:
-        """Engine.export_resume."""
         await self._run(lambda parts: parts.exports.resume(request_id))
 
     async def export_release(self, request_id: str) -> None:
-        """Engine.export_release."""
         await self._run(lambda parts: parts.exports.release(request_id))
 
     def staging(self, num_blocks: int) -> Staging:
-        """Engine.staging."""
         return self._parts.core.kv.staging(num_blocks)
 
     def staging_over(self, memory: npt.NDArray[np.uint8]) -> Staging | None:
@@ -239,40 +223,20 @@ class VllmEngine:
     # ---- target of a migration
 
     async def replay_check(self, exported: Exported, key: RequestKey) -> None:
-        """Engine.replay_check."""
         await self._run(lambda parts: parts.imports.check_replay(exported, key))
 
     async def import_open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Engine.import_open."""
         await self._run(lambda parts: parts.imports.open(exported, key, epoch))
 
     async def import_queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Engine.import_queue."""
-        answer: Future[None] = self._new_answer()
-
-        def done(error: EngineRefusal | None) -> None:
-            if answer.set_running_or_notify_cancel():
-                _settle(answer, error)
-
-        def run() -> None:
-            try:
-                self._parts.imports.queue(exported, key, epoch, done)
-            except EngineRefusal as refusal:
-                done(refusal)
-            # As in _run.
-            except Exception as error:  # noqa: BLE001
-                _log.exception("a command failed")
-                done(EngineRefusal(f"it failed: {error}"))
-
-        self._thread.post(run)
-        await self._await_answer(answer, _QUEUE_DEADLINE_S)
+        return await self._ask(
+            lambda parts, done: parts.imports.queue(exported, key, epoch, done), _QUEUE_DEADLINE_S
+        )
 
     def import_cached(self, request_id: str) -> int:
-        """Engine.import_cached."""
         return self._parts.imports.get(request_id).cached
 
     async def import_reserve(self, request_id: str, num_blocks: int) -> None:
-        """Engine.import_reserve."""
         await self._run(lambda parts: parts.imports.reserve(request_id, num_blocks))
 
     async def write_blocks(
@@ -291,65 +255,35 @@ class VllmEngine:
         await asyncio.to_thread(copy)
 
     async def import_prepare(self, request_id: str, pause: ExportedPause) -> None:
-        """Engine.import_prepare."""
-        answer: Future[None] = self._new_answer()
-
-        def done(error: EngineRefusal | KvCorrupt | None) -> None:
-            if answer.set_running_or_notify_cancel():
-                _settle(answer, error)
-
-        def run() -> None:
-            try:
-                self._parts.imports.prepare(request_id, pause, done)
-            except EngineRefusal as refusal:
-                done(refusal)
-
-        self._thread.post(run)
-        await self._await_answer(answer)
+        return await self._ask(lambda parts, done: parts.imports.prepare(request_id, pause, done))
 
     async def import_activate(self, request_id: str) -> None:
-        """Engine.import_activate."""
         await self._run(lambda parts: parts.imports.activate(request_id))
 
     async def import_drop(self, request_id: str) -> None:
-        """Engine.import_drop."""
         await self._run(lambda parts: parts.imports.drop(request_id))
 
     # ---- prefixes transferred between engines
 
     async def submitted(self, request_id: str) -> Frames:
-        """Engine.submitted."""
         return await self._run(lambda parts: parts.table.known(request_id).frames)
 
     async def loan_open(self, loan_id: str, names: Sequence[bytes]) -> int:
-        """Engine.loan_open."""
-        answer: Future[int] = self._new_answer()
-
-        def done(blocks: int) -> None:
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(blocks)
-
-        await self._run(lambda parts: parts.loans.open(loan_id, names, done))
-        return await self._await_answer(answer)
+        return await self._ask(lambda parts, done: parts.loans.open(loan_id, names, done))
 
     async def loan_end(self, loan_id: str) -> None:
-        """Engine.loan_end."""
         await self._run(lambda parts: parts.loans.end(loan_id))
 
     async def fetch_missing(self, submission: Submission) -> list[bytes]:
-        """Engine.fetch_missing."""
         return await self._run(lambda parts: parts.fetches.missing(submission))
 
     async def fetch_open(self, fetch_id: str, submission: Submission, max_tokens: int) -> list[bytes]:
-        """Engine.fetch_open."""
         return await self._run(lambda parts: parts.fetches.open(fetch_id, submission, max_tokens))
 
     async def fetch_keep(self, fetch_id: str, blocks: int) -> None:
-        """Engine.fetch_keep."""
         await self._run(lambda parts: parts.fetches.keep(fetch_id, blocks))
 
     async def fetch_drop(self, fetch_id: str) -> None:
-        """Engine.fetch_drop."""
         await self._run(lambda parts: parts.fetches.drop(fetch_id))
 
     # ---- internals
@@ -384,7 +318,7 @@ class VllmEngine:
             if self._ranks is not None:
                 self._ranks.kill()
 
-    async def _serve_ranks(self, core: LoadedCore) -> EngineRanks:
+    async def _serve_ranks(self) -> EngineRanks:
         """Have every rank connect, to transfer its part of the KV. Raises RuntimeError."""
         ranks = EngineRanks(self._parts, self._die, self._left_behind)
         await ranks.links.open()
@@ -399,52 +333,40 @@ class VllmEngine:
     async def _run(self, command: Callable[[EngineParts], _T]) -> _T:
         """Run a command on the engine thread between two steps, and return its result. Raises EngineRefusal
         or KvCorrupt."""
-        answer: Future[_T] = self._new_answer()
+        return await self._ask(lambda parts, done: done(command(parts)))
+
+    async def _ask(
+        self,
+        command: Callable[[EngineParts, Callable[[_T | EngineRefusal | KvCorrupt], None]], None],
+        deadline_s: float = _COMMAND_DEADLINE_S,
+    ) -> _T:
+        """Run a command on the engine thread between two steps, and return what it, or a later step, passes
+        to its second argument. Raises EngineRefusal or KvCorrupt if it raises or passes one."""
+        if self._dead:
+            raise EngineRefusal(f"the engine has failed: {self._dead}")
+        answer: Future[_T] = Future()
+
+        def done(result: _T | EngineRefusal | KvCorrupt) -> None:
+            # The caller may have given up, or have been told that the engine is dead.
+            with suppress(InvalidStateError):
+                if isinstance(result, EngineRefusal | KvCorrupt):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
 
         def run() -> None:
-            if not answer.set_running_or_notify_cancel():
+            if answer.cancelled():
                 return
             try:
-                result = command(self._parts)
+                command(self._parts, done)
             except (EngineRefusal, KvCorrupt) as error:
-                answer.set_exception(error)
+                done(error)
             # Nothing that a peer sends may end the engine, whatever vLLM's decoder raises.
             except Exception as error:  # noqa: BLE001
                 _log.exception("a command failed")
-                answer.set_exception(EngineRefusal(f"it failed: {error}"))
-            else:
-                answer.set_result(result)
+                done(EngineRefusal(f"it failed: {error}"))
 
         self._thread.post(run)
-        return await self._await_answer(answer)
-
-    async def _run_pause(self, pause: Callable[[PauseDone], None]) -> ExportedPause:
-        answer: Future[ExportedPause] = self._new_answer()
-
-        def done(result: ExportedPause | EngineRefusal) -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            if isinstance(result, EngineRefusal):
-                answer.set_exception(result)
-            else:
-                answer.set_result(result)
-
-        def run() -> None:
-            try:
-                pause(done)
-            except EngineRefusal as refusal:
-                done(refusal)
-
-        self._thread.post(run)
-        return await self._await_answer(answer)
-
-    def _new_answer(self) -> Future[_T]:
-        """Create a future that fails when the engine dies. Raises EngineRefusal if it is dead already."""
-        if self._dead:
-            raise EngineRefusal(f"the engine has failed: {self._dead}")
-        return Future()
-
-    async def _await_answer(self, answer: Future[_T], deadline_s: float = _COMMAND_DEADLINE_S) -> _T:
         self._waiting.add(answer)
         try:
             async with asyncio.timeout(deadline_s):
@@ -493,13 +415,6 @@ def _hardware(core: LoadedCore) -> str:
         where = f" on {core.nodes} nodes" if core.nodes > 1 else ""
         return f"{len(core.ranks)} x {core.ranks[0].hardware}{where}"
     return hardware(core.kv.device)
-
-
-def _settle(answer: Future[None], error: EngineRefusal | KvCorrupt | None) -> None:
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(None)
 
 
 def _own_staging(staging: Staging, num_blocks: int) -> DeviceStaging:

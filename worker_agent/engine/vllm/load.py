@@ -26,18 +26,16 @@ from worker_agent.engine.base import Frames
 from worker_agent.engine.errors import EngineRefusal, EngineSettingError, NoRoom, Unrunnable
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.adapters import Adapters
-from worker_agent.engine.vllm.connector import TailraceConnector
-from worker_agent.engine.vllm.connectors import handover_of
-from worker_agent.engine.vllm.grammars import Grammars
+from worker_agent.engine.vllm.connector import TailraceConnector, handover_of
 from worker_agent.engine.vllm.hidden_states import HiddenStateTap, StepStates
-from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot, default_host_bytes
-from worker_agent.engine.vllm.host_tier import HostTier
+from worker_agent.engine.vllm.host_pool import HostLoads, HostPool, HostSlot, HostTier, default_host_bytes
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.layouts import BlockPosition, Layout
 from worker_agent.engine.vllm.lockstep import Lockstep
 from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
 from worker_agent.engine.vllm.rank_facts import RankFacts
 from worker_agent.engine.vllm.request_states import Adoption, Rewind
+from worker_agent.engine.vllm.requests import Grammars
 from worker_agent.engine.vllm.scheduler import PausingScheduler
 
 if TYPE_CHECKING:
@@ -285,29 +283,33 @@ class LoadedCore:
                 raise EngineRefusal("the output so far does not follow the request's grammar")
 
     @property
-    def keeps_generators(self) -> bool:
-        """Whether a seeded request has a generator whose state must be transferred (Model Runner V1)."""
+    def keeps_states(self) -> bool:
+        """Whether the model runner keeps states of requests, and generators of seeded ones (V1, not V2)."""
         return not self.config.use_v2_model_runner
 
     def adopt(self, request: Request, generator_state: bytes) -> None:
         """Register the request with the model runner, so that it can enter the scheduler like a preempted
         one."""
         self.drain(request.request_id)
-        try:
-            self._rpc("tailrace_adopt", Adoption.of(request, generator_state))
-        except Exception:
-            # For one, the state is that of another kind of generator. The runner may know the request by now.
-            self._rpc("tailrace_forget", request.request_id)
-            raise
+        if self.keeps_states:
+            try:
+                self._rpc("tailrace_adopt", Adoption.of(request, generator_state))
+            except Exception:
+                # For one, the state is that of another kind of generator. The runner may know the request by now.
+                self._rpc("tailrace_forget", request.request_id)
+                raise
         self.scheduler.adopted.add(request.request_id)
 
     def forget(self, request_id: str) -> None:
         """Undo `adopt` for a request that was not added to the scheduler."""
         self.scheduler.adopted.discard(request_id)
-        self._rpc("tailrace_forget", request_id)
+        if self.keeps_states:
+            self._rpc("tailrace_forget", request_id)
 
     def generator_state(self, request_id: str) -> bytes:
         """Return the state of the request's own generator; empty if it has none."""
+        if not self.keeps_states:
+            return b""
         # All ranks of the last pipeline stage sample identically.
         state = self._rpc_all("tailrace_generator_state", request_id)[-1]
         assert isinstance(state, bytes)
@@ -324,7 +326,7 @@ class LoadedCore:
         discarded, self.scheduler.discarded = self.scheduler.discarded, set()
         for request_id in discarded:
             request = self.scheduler.requests.get(request_id)
-            if request is not None:
+            if request is not None and self.keeps_states:
                 self._rpc("tailrace_rewind", Rewind(request_id, request.num_output_tokens))
 
     def finish(self, request_ids: Sequence[str]) -> None:

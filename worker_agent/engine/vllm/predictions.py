@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -33,21 +32,11 @@ INTERVAL_STEPS: Final = 20
 _STOP_DEADLINE_S = 10.0
 
 
-@dataclass(slots=True)
-class PredictionCost:
-    """The cost of predictions so far: requests predicted, seconds that this took, and batches dropped."""
-
-    requests: int = 0
-    seconds: float = 0.0
-    dropped: int = 0
-
-
 class LengthPredictions:
     """Created and fed by the engine thread."""
 
     def __init__(self, predictor: Predictor, table: VllmRequests) -> None:
         """`predictor` must be on the model's device."""
-        self.cost = PredictionCost()
         self._predictor = predictor
         self._table = table
         self._steps = 0
@@ -71,10 +60,8 @@ class LengthPredictions:
             if not self._failed:
                 self._predict(states)
             return
-        try:
+        with suppress(queue.Full):
             self._batches.put_nowait(states)
-        except queue.Full:
-            self.cost.dropped += 1
 
     def close(self) -> None:
         """Stop the thread after its current batch."""
@@ -91,7 +78,6 @@ class LengthPredictions:
             self._predict(states)
 
     def _predict(self, states: StepStates) -> None:
-        begun = time.perf_counter()
         try:
             if states.ready is not None:
                 states.ready.synchronize()
@@ -109,8 +95,6 @@ class LengthPredictions:
             found = self._table.get(request_id)
             if found is not None and generated >= 0:
                 found.prediction = LengthPrediction(generated, tokens)
-        self.cost.seconds += time.perf_counter() - begun
-        self.cost.requests += len(states.request_ids)
 
 
 class LengthWatch:
@@ -142,11 +126,6 @@ class LengthWatch:
             )
         predictions = LengthPredictions(predictor, table)
         return cls(core.tap(predictions.take), predictions)
-
-    @property
-    def cost(self) -> PredictionCost:
-        """The cost of predictions so far."""
-        return self._predictions.cost
 
     def before_step(self) -> None:
         """Arm the tap if the next step is to be observed. Call before every step."""

@@ -3,7 +3,7 @@
 vLLM has two model runners. V1 keeps a `CachedRequestState` of each request across a preemption, including its
 generator, and uses it when the request resumes. V2 forgets preempted requests: a resumed request is new to
 it, with prompt, outputs and number of computed tokens, and the noise of a seeded request depends only on its
-seed and position.
+seed and position. So only V1 has to be told of requests, and asked for their generators.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -172,30 +171,14 @@ class Rewind:
     output_tokens: int
 
 
-class RequestStates(Protocol):
-    """A model runner's state of requests. Call its methods only between two steps."""
-
-    def adopt(self, adoption: Adoption) -> None:
-        """Add a request."""
-
-    def forget(self, request_id: str) -> None:
-        """Remove an adopted request that never reached the scheduler, which reports the end of all others."""
-
-    def rewind(self, rewind: Rewind) -> None:
-        """Take back the random draws of steps that ran on corrupt KV; vLLM itself takes back their tokens."""
-
-    def generator_state(self, request_id: str) -> bytes:
-        """Return the state of a request's own generator before its next draw; empty if it has none."""
-
-
-class CachedStates:
-    """RequestStates of Model Runner V1."""
+class RequestStates:
+    """The state of requests in Model Runner V1. Call its methods only between two steps."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
 
     def adopt(self, adoption: Adoption) -> None:
-        """Create the cached state that vLLM creates for a new request, with the output tokens it already has.
+        """Add a request: create the cached state that vLLM creates for a new one, with its output tokens.
 
         The block IDs are left empty: the scheduler sends all of them when it resumes the request.
         """
@@ -233,12 +216,12 @@ class CachedStates:
             )
 
     def forget(self, request_id: str) -> None:
-        """RequestStates.forget."""
+        """Remove an adopted request that never reached the scheduler, which reports the end of all others."""
         self._runner.requests.pop(request_id, None)
         self._runner.num_prompt_logprobs.pop(request_id, None)
 
     def rewind(self, rewind: Rewind) -> None:
-        """RequestStates.rewind."""
+        """Take back the random draws of steps that ran on corrupt KV; vLLM itself takes back their tokens."""
         runner, state = self._runner, self._runner.requests.get(rewind.request_id)
         if state is None or state.generator is None:
             return
@@ -253,25 +236,8 @@ class CachedStates:
         state.generator.set_state(fresh.get_state())
 
     def generator_state(self, request_id: str) -> bytes:
-        """RequestStates.generator_state."""
+        """Return the state of a request's own generator before its next draw; empty if it has none."""
         generator = self._runner.requests[request_id].generator
         if generator is None:
             return b""
         return bytes(generator.get_state().numpy().tobytes())
-
-
-class NoStates:
-    """RequestStates of Model Runner V2, which needs none: the scheduler's message contains everything."""
-
-    def adopt(self, adoption: Adoption) -> None:
-        """Do nothing. A generator's state, from a replay of a request of an engine with V1, is not needed."""
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing."""
-
-    def rewind(self, rewind: Rewind) -> None:
-        """Do nothing: the noise depends only on the position."""
-
-    def generator_state(self, request_id: str) -> bytes:
-        """Return an empty state."""
-        return b""

@@ -1,18 +1,21 @@
-"""The requests that this engine runs, by ID and by key. Owned by the engine thread."""
+"""The requests that this engine runs, by ID and by key, and those that wait for their grammars. Owned by the
+engine thread."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from vllm.v1.request import Request
 
+from tailrace.intra.base import JobView
 from tailrace.perf.remaining import limited, tokens_left
 from worker_agent.engine.base import Frames, RequestKey
-from worker_agent.engine.errors import Gone
-from worker_agent.engine.turns import Turn, arrival_order
+from worker_agent.engine.errors import EngineRefusal, Gone
+from worker_agent.engine.turns import Turn, arrival_order, view_of
 from worker_agent.engine.vllm.phases import PhaseTracker
 
 # Weight of the latest interval between tokens in its average.
@@ -75,6 +78,17 @@ class VllmRequest:
     prediction: LengthPrediction | None = None
     # Version of the adapter that the request runs with; empty: no adapter, or its version is unknown.
     adapter_version: str = ""
+
+    @property
+    def view(self) -> JobView:
+        """The request as an intra-instance policy sees it."""
+        return view_of(
+            self.turn,
+            self.phases.reasons,
+            self.request.num_prompt_tokens,
+            self.request.num_output_tokens,
+            self.phases.reasoning_tokens,
+        )
 
     def max_output_tokens(self, max_model_len: int) -> int:
         """Return how many output tokens the request may generate on an engine with this context length."""
@@ -143,3 +157,54 @@ class VllmRequests:
             del self._by_id[entry.request_id]
         if self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
+
+
+_DEADLINE_S = 20.0
+_POLL_S = 0.005
+
+Finish = Callable[[EngineRefusal | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    request: Request
+    finish: Finish
+    deadline_s: float
+
+
+class Grammars:
+    """Requests whose output tokens can only be appended after their grammar is compiled. Engine thread
+    only."""
+
+    def __init__(self) -> None:
+        self._waits: list[_Wait] = []
+
+    def when_ready(self, request: Request, finish: Finish) -> None:
+        """Call `finish` with None once the grammar is compiled, at once if there is none, or with a refusal
+        when that fails or takes more than 20 s."""
+        wait = _Wait(request, finish, time.monotonic() + _DEADLINE_S)
+        if not self._try_finish(wait):
+            self._waits.append(wait)
+
+    def poll(self) -> float | None:
+        """Finish the requests whose grammar is ready or late. Return the seconds until the next poll, or None
+        if no request waits."""
+        if not self._waits:
+            return None
+        waits, self._waits = self._waits, []
+        self._waits.extend(wait for wait in waits if not self._try_finish(wait))
+        return _POLL_S if self._waits else None
+
+    def _try_finish(self, wait: _Wait) -> bool:
+        structured = wait.request.structured_output_request
+        if structured is None:
+            wait.finish(None)
+        elif isinstance(structured.grammar, Exception):
+            wait.finish(EngineRefusal(f"its grammar does not compile: {structured.grammar}"))
+        elif structured.grammar is not None:
+            wait.finish(None)
+        elif time.monotonic() > wait.deadline_s:
+            wait.finish(EngineRefusal(f"its grammar did not compile within {_DEADLINE_S:.0f} s"))
+        else:
+            return False
+        return True

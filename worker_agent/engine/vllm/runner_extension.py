@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from worker_agent.engine.vllm.connector import TailraceConnector
-from worker_agent.engine.vllm.connectors import tailrace_connector
+from worker_agent.engine.vllm.connector import TailraceConnector, tailrace_connector
 from worker_agent.engine.vllm.hidden_states import (
     BatchRows,
     HiddenStateTap,
@@ -20,19 +19,13 @@ from worker_agent.engine.vllm.hidden_states import (
 )
 from worker_agent.engine.vllm.kv_blocks import KvBlocks
 from worker_agent.engine.vllm.rank_facts import RankFacts, hardware
-from worker_agent.engine.vllm.request_states import (
-    Adoption,
-    CachedStates,
-    NoStates,
-    RequestStates,
-    Rewind,
-)
+from worker_agent.engine.vllm.request_states import Adoption, RequestStates, Rewind
 from worker_agent.parallel.rank_leftovers import OrphanWatch
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-    from worker_agent.parallel.rank_memory import RankMemory
+    from worker_agent.parallel.rank_agent import RankMemory
     from worker_agent.parallel.rank_messages import Address
 
 # vLLM imports this module in each rank before the rendezvous, and calls it only after all ranks are ready.
@@ -100,7 +93,7 @@ class RunnerExtension:
         return HiddenStateTap(runner.get_model(), rows, take)
 
     def tailrace_adopt(self, adoption: Adoption) -> None:
-        """RequestStates.adopt."""
+        """RequestStates.adopt; this and the next three for Model Runner V1 only."""
         self._tailrace_states().adopt(adoption)
 
     def tailrace_forget(self, request_id: str) -> None:
@@ -138,4 +131,4 @@ class RunnerExtension:
         )
 
     def _tailrace_states(self) -> RequestStates:
-        return NoStates() if self.use_v2_model_runner else CachedStates(self.model_runner)
+        return RequestStates(self.model_runner)

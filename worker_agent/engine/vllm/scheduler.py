@@ -16,8 +16,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from tailrace.intra.base import Rank
 from worker_agent.engine.step_order import Device, StepOrder
-from worker_agent.engine.vllm.connector import TailraceConnector
-from worker_agent.engine.vllm.connectors import OtherConnectors, swap_metadata, tailrace_connector
+from worker_agent.engine.vllm.connector import (
+    OtherConnectors,
+    TailraceConnector,
+    swap_metadata,
+    tailrace_connector,
+)
 from worker_agent.engine.vllm.ranked_queue import RankedQueue, VllmScheduler
 
 

@@ -16,9 +16,9 @@ from tailrace.json_value import JsonValue
 from tailrace.model_folder import ModelFolderError, require_model
 from tailrace.wire.setting_errors import one_line
 from worker_agent.engine.errors import EngineSettingError
-from worker_agent.engine.vllm.connectors import transfer_config
-from worker_agent.engine.vllm.data_parallel_settings import check_data_parallel
+from worker_agent.engine.vllm.connector import transfer_config
 from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
+from worker_agent.engine.vllm.lockstep import check_data_parallel
 from worker_agent.parallel.node_span import NodeSpan, parallel_size, read_span
 from worker_agent.parallel.rank_leftovers import WORKER_PID
 

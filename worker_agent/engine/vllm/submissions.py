@@ -131,7 +131,7 @@ class Submissions:
         self._core.grammars.when_ready(request, on_grammar)
 
     def _start_new(self, request: Request) -> None:
-        if self._core.ranks[0].device_type == "cpu" and self._core.keeps_generators and _is_seeded(request):
+        if self._core.ranks[0].device_type == "cpu" and self._core.keeps_states and _is_seeded(request):
             # vLLM's CPU generators cannot take back the draws of a prompt computed in several steps (see
             # sampling.SeededCpuGenerator): adopt the request, which gives it one that can.
             self._core.adopt(request, b"")

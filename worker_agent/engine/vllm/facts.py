@@ -1,18 +1,91 @@
-"""Snapshots of the engine for reports, taken on the event loop without locks while the engine thread runs."""
+"""What an engine tells of itself: at its start its KV and its model, and later snapshots for reports.
+
+Snapshots are taken on the event loop without locks while the engine thread runs. Engines can exchange KV only
+if the fingerprints of their KV are equal.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import time
+from pathlib import Path
 
+import msgspec
+from msgspec.structs import replace
 from torch._dynamo.callback import CallbackArgs, on_compile_end, on_compile_start
+from vllm.config import ModelConfig
 from vllm.v1.request import RequestStatus
+from vllm.version import __version__ as vllm_version
 
-from worker_agent.engine.base import EngineStats, RequestStats
+from tailrace.model_identity import ORIGIN, ModelIdentity, identify_model, weight_files
+from worker_agent.engine.base import EngineStats, KvShape, RequestStats
 from worker_agent.engine.vllm.cache_watch import CacheWatch, expected_hit_tokens
 from worker_agent.engine.vllm.load import LoadedCore
-from worker_agent.engine.vllm.orders import job_view
 from worker_agent.engine.vllm.outputs import OutputWriter
+from worker_agent.engine.vllm.rank_facts import kv_name
 from worker_agent.engine.vllm.requests import VllmRequest, VllmRequests
+
+
+def kv_shape(core: LoadedCore) -> KvShape:
+    """Return the shape and identity of this engine's KV."""
+    return KvShape(
+        model_fingerprint=_fingerprint(core),
+        block_tokens=core.block_tokens,
+        num_layers=sum(rank.num_layers for rank in core.ranks),
+        layer_block_bytes=core.ranks[0].layer_block_bytes,
+        tensor_parallel_size=core.config.parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=core.config.parallel_config.pipeline_parallel_size,
+    )
+
+
+def _fingerprint(core: LoadedCore) -> str:
+    model, cache = core.config.model_config, core.config.cache_config
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in ORIGIN}
+    facts = {
+        "vllm": vllm_version.partition("+")[0],
+        "config": config,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(cache.cache_dtype),
+        "block_hash": str(cache.prefix_caching_hash_algo),
+        "ranks": kv_name(core.ranks),
+        # The same seed yields different draws in vLLM's two model runners.
+        "model_runner": 1 if core.keeps_states else 2,
+        "weights": _weights(model),
+    }
+    if core.nodes > 1:
+        # Part of their KV is where no worker can read it.
+        facts["nodes"] = core.nodes
+    canonical = json.dumps(facts, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+def identity(model: str, core: LoadedCore) -> ModelIdentity:
+    """Return the identity of this engine's model; `model` is the configured folder or name."""
+    config, cache = core.config.model_config, core.config.cache_config
+    precision = f"{config.dtype} {config.quantization} {cache.cache_dtype}".replace("torch.", "")
+    return replace(identify_model(model, config.revision or ""), precision=precision)
+
+
+def _weights(model: ModelConfig) -> list[tuple[str, ...]]:
+    """Return name, size and digest of each weight file; for a model given by name, its name and revision."""
+    folder = Path(model.model)
+    if not folder.is_dir():
+        return [(model.model, str(model.revision))]
+    return [*weight_files(folder)]
+
+
+def ready_response(core: LoadedCore) -> bytes:
+    """Return vLLM's EngineCoreReadyResponse for an API server, in msgpack.
+
+    To the API server the fleet is one engine core, so a data-parallel rank must not look like one of several.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    response = EngineCoreProc._make_ready_response(core.core)
+    return msgspec.msgpack.encode(dataclasses.replace(response, data_parallel_size=1))
 
 
 class Compilations:
@@ -99,7 +172,7 @@ def _request_stats(core: LoadedCore, entry: VllmRequest) -> RequestStats:
         kv_on_host=core.host.get(entry.request_id) is not None,
         arrival_s=request.arrival_time,
         token_interval_ms=entry.pace.interval_ms,
-        demoted=core.intra is not None and core.intra.demoted(job_view(entry)),
+        demoted=core.intra is not None and core.intra.demoted(entry.view),
         host_kv_blocks=0 if swapped is None else len(swapped.slots),
         predicted_remaining_tokens=entry.predicted_remaining(core.max_model_len),
     )

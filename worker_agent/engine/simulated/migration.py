@@ -1,4 +1,4 @@
-"""Target side of migrations."""
+"""Both sides of migrations: requests that are exported, and requests that are imported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -15,12 +16,151 @@ from worker_agent.engine.base import Exported, ExportedPause, KvShape, RequestKe
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, NoRoom, raised_anew
 from worker_agent.engine.host_ledger import Swapped
 from worker_agent.engine.import_queue import ImportQueue
-from worker_agent.engine.simulated.exports import YIELD_BYTES, SamplingState
 from worker_agent.engine.simulated.kv import KvCodec, staged_bytes
-from worker_agent.engine.simulated.reader import RequestReader
-from worker_agent.engine.simulated.request import Request, SimulatedRequests, State
+from worker_agent.engine.simulated.request import Request, RequestReader, SimulatedRequests, State
 from worker_agent.engine.simulated.scheduler import Scheduler
 from worker_agent.engine.simulated.settings import SimulatedFaults
+
+# Bytes processed before yielding to the event loop: about a millisecond of work.
+YIELD_BYTES: Final = 4 << 20
+
+
+class SamplingState(msgspec.Struct, array_like=True):
+    """Lets the target check that it continues the request as the source would have."""
+
+    script: bytes
+    output_tokens: int
+
+
+class SimulatedExports:
+    """Requests being exported to other engines; `Request.exporting` tells which.
+
+    For the methods, see those of `Engine` for the source of a migration.
+    """
+
+    def __init__(
+        self,
+        table: SimulatedRequests,
+        scheduler: Scheduler,
+        codec: KvCodec,
+        shape: KvShape,
+        replay_reason: str,
+        faults: SimulatedFaults,
+    ) -> None:
+        self._table = table
+        self._scheduler = scheduler
+        self._codec = codec
+        self._shape = shape
+        self._replay_reason = replay_reason
+        self._faults = faults
+
+    def open(self, request_id: str) -> Exported:
+        request = self._table.known(request_id)
+        if request.state is not State.RUNNING and not self._scheduler.on_host(request):
+            raise EngineRefusal(f"request {request_id} is {request.state.value}, not running")
+        if request.exporting:
+            raise EngineRefusal(f"request {request_id} is being exported already")
+        request.exported_outputs = len(request.outputs)
+        return Exported(
+            key=request.key,
+            frontend_id=request.frontend_id,
+            epoch=request.epoch,
+            frames=request.frames,
+            output_token_ids=list(request.outputs),
+            phase=request.phase,
+            traceparent=request.traceparent,
+            block_hashes=[] if self._replay_reason else request.chain.full(0, self._full_blocks(request)),
+            replay_reason=self._replay_reason,
+        )
+
+    def more(self, request_id: str, have_blocks: int) -> list[bytes]:
+        request = self._exporting(request_id)
+        return request.chain.full(have_blocks, self._full_blocks(request))
+
+    def pause(
+        self, request_id: str, have_blocks: int, token_interval_ms: float, waited_s: float
+    ) -> ExportedPause:
+        """Engine.export_pause, between two steps."""
+        request = self._pause_request(request_id)
+        hashes = request.chain.full(have_blocks, self._full_blocks(request))
+        if request.computed % self._shape.block_tokens:
+            hashes.append(b"")
+        return self._paused(request, hashes, token_interval_ms, waited_s)
+
+    def stop(self, request_id: str, token_interval_ms: float, waited_s: float) -> ExportedPause:
+        """Engine.export_stop, between two steps."""
+        return self._paused(self._pause_request(request_id), [], token_interval_ms, waited_s)
+
+    def _pause_request(self, request_id: str) -> Request:
+        request = self._exporting(request_id)
+        if request.state is State.PAUSED:
+            raise EngineRefusal(f"request {request_id} is paused already")
+        self._scheduler.hold(request, State.PAUSED)
+        return request
+
+    @staticmethod
+    def _paused(
+        request: Request, hashes: list[bytes], token_interval_ms: float, waited_s: float
+    ) -> ExportedPause:
+        return ExportedPause(
+            new_output_token_ids=request.outputs[request.exported_outputs :],
+            computed_tokens=request.computed,
+            block_hashes=hashes,
+            sampling_state=msgspec.msgpack.encode(
+                SamplingState(request.script.identity, len(request.outputs))
+            ),
+            token_interval_ms=token_interval_ms,
+            waited_s=waited_s,
+        )
+
+    def resume(self, request_id: str) -> None:
+        """Engine.export_resume; a request that has ended is ignored."""
+        request = self._table.by_id(request_id)
+        if request is None or not request.exporting:
+            return
+        request.exported_outputs = None
+        if request.state is State.PAUSED:
+            self._scheduler.run(request)
+
+    async def read(self, request_id: str, first_block: int, num_blocks: int, out: Staging) -> list[int]:
+        request = self._exporting(request_id)
+        last = first_block + num_blocks
+        readable = self._full_blocks(request)
+        tokens = readable * self._shape.block_tokens
+        if request.state is State.PAUSED:
+            tokens = request.computed
+            readable = self._scheduler.pool.blocks_for(tokens)
+        if first_block < 0 or num_blocks < 1 or last > readable:
+            raise EngineRefusal(f"blocks [{first_block}, {last}) of {readable} that can be read")
+        seeds = request.chain.seeds(first_block, last, tokens)
+        wrong = self._faults.send_wrong_block
+        if wrong is not None and first_block <= wrong < last:
+            seeds = seeds.copy()
+            seeds[wrong - first_block] ^= 1
+
+        size = self._codec.block_bytes
+        data = staged_bytes(out.buffer, num_blocks * size)
+        chunk_blocks = max(1, YIELD_BYTES // size)
+        checksums: list[int] = []
+        for start in range(0, num_blocks, chunk_blocks):
+            if start:
+                await asyncio.sleep(0)
+            end = min(start + chunk_blocks, num_blocks)
+            checksums += self._codec.write(seeds[start:end], data[start * size : end * size])
+        flipped = self._faults.flip_bit_in_block
+        if flipped is not None and first_block <= flipped < last:
+            data[(flipped - first_block) * size + size // 2] ^= 1
+        return checksums
+
+    def _exporting(self, request_id: str) -> Request:
+        request = self._table.known(request_id)
+        if not request.exporting:
+            raise EngineRefusal(f"request {request_id} is {request.state.value} and no longer exported")
+        return request
+
+    def _full_blocks(self, request: Request) -> int:
+        return request.computed // self._shape.block_tokens
+
 
 _state = msgspec.msgpack.Decoder(SamplingState)
 
@@ -43,7 +183,10 @@ class _ReservedImport:
 
 
 class SimulatedImports:
-    """Requests being imported from other engines."""
+    """Requests being imported from other engines.
+
+    For the methods, see those of `Engine` for the target of a migration.
+    """
 
     def __init__(
         self,
@@ -65,7 +208,6 @@ class SimulatedImports:
         self.waiting = ImportQueue()
 
     def check_replay(self, exported: Exported, key: RequestKey) -> None:
-        """Engine.replay_check."""
         request = self._request(exported, key, exported.epoch)
         scheduler, pool = self._scheduler, self._scheduler.pool
         blocks = min(pool.blocks_for(request.total) + 1, pool.total)
@@ -73,14 +215,12 @@ class SimulatedImports:
             raise NoRoom(f"{blocks} KV blocks and a batch slot are needed")
 
     def open(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Engine.import_open."""
         request = self._request(exported, key, epoch)
         if self.waiting:
             raise NoRoom(f"{len(self.waiting)} imports wait for room")
         self._reserve_import(request, exported)
 
     async def queue(self, exported: Exported, key: RequestKey, epoch: int) -> None:
-        """Engine.import_queue."""
         request = self._request(exported, key, epoch)
         has_room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -100,11 +240,9 @@ class SimulatedImports:
             raise raised_anew(refusal) from None
 
     def cached(self, request_id: str) -> int:
-        """Engine.import_cached."""
         return self._importing(request_id).cached
 
     def reserve(self, request_id: str, num_blocks: int) -> None:
-        """Engine.import_reserve."""
         incoming = self._importing(request_id)
         request, pool = incoming.request, self._scheduler.pool
         if incoming.slots is not None:
@@ -119,7 +257,6 @@ class SimulatedImports:
     async def write(
         self, request_id: str, first_block: int, num_blocks: int, received: Staging, checksums: Sequence[int]
     ) -> None:
-        """Engine.write_blocks."""
         incoming = self._importing(request_id)
         first, last = incoming.cached, incoming.reserved
         if first_block < first or first_block + num_blocks > last:
@@ -141,7 +278,6 @@ class SimulatedImports:
         incoming.seeds.update(enumerate(seeds, first_block))
 
     def prepare(self, request_id: str, pause: ExportedPause) -> None:
-        """Engine.import_prepare."""
         incoming = self._importing(request_id)
         request = incoming.request
         outputs = [*request.outputs, *pause.new_output_token_ids]
@@ -171,7 +307,6 @@ class SimulatedImports:
         incoming.prepared = True
 
     def activate(self, request_id: str) -> None:
-        """Engine.import_activate."""
         incoming = self._importing(request_id)
         if not incoming.prepared:
             raise EngineRefusal(f"the import of {request_id} is not prepared")

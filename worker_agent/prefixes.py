@@ -1,4 +1,5 @@
-"""Pulls: fetch a prefix that another worker holds into the prefix cache before the engine gets the request.
+"""Prefixes that workers lend each other: `Loans` is the holder's side, and `Pulls` fetches a prefix that
+another worker holds into the prefix cache before the engine gets the request.
 
 The engine's other work continues meanwhile. If anything goes wrong, the prefix is computed: a pull can cost
 time but cannot cause a wrong answer, since the engine looks blocks up by name itself, and received blocks are
@@ -11,7 +12,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,16 +29,76 @@ from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.faults import Faults
 from worker_agent.kv.address import (
     BlockPuller,
+    BlockSession,
+    BlockSource,
     KvIdentityError,
     KvTransferError,
     Ticket,
     addresses_of,
+    kv_layout,
     layout_difference,
 )
 from worker_agent.metrics import WorkerMetrics
 from worker_agent.spans import TransferSpans
 
 log = logging.getLogger(__name__)
+
+# Maximum concurrent loans, each of which keeps blocks from being evicted.
+_LOANS_MAX: Final = 16
+# Maximum duration of a loan in seconds, even if the borrower's deadline is later.
+LOAN_MAX_S: Final = 300.0
+
+
+class LoanRefused(Exception):
+    """The loan was refused; the message says why."""
+
+
+class Loans:
+    """All loans of a worker: another one may copy cached blocks while its Lend call lasts."""
+
+    def __init__(self, engine: Engine, shape: KvShape, blocks: BlockSource, faults: Faults) -> None:
+        self._engine = engine
+        self._shape = shape
+        self._blocks = blocks
+        self._faults = faults
+        self._numbers = itertools.count(1)
+        self._open = 0
+
+    @asynccontextmanager
+    async def lend(self, request: cache_pb2.LendRequest) -> AsyncIterator[cache_pb2.Lent]:
+        """Pin the leading blocks with these names, for reading by the requesting target only, until the
+        context exits. Raise LoanRefused."""
+        if self._open >= _LOANS_MAX:
+            raise LoanRefused(f"{_LOANS_MAX} loans are open")
+        loan_id = f"loan {next(self._numbers)}"
+        session: BlockSession | None = None
+        self._open += 1
+        try:
+            count = await run_to_completion(self._engine.loan_open(loan_id, list(request.names)))
+            targets = addresses_of(request.kv_addresses, self._blocks.addresses)
+            if count and targets:
+                session = await self._blocks.open(loan_id, targets)
+                await session.announce(0, request.names[:count])
+            await self._faults.hold("lend:open")
+            yield cache_pb2.Lent(
+                layout=kv_layout(self._shape),
+                blocks=0 if session is None else count,
+                kv_addresses=[address.message() for address in self._blocks.addresses],
+                kv_tickets=[] if session is None else [ticket.secret for ticket in session.tickets],
+            )
+        except (EngineRefusal, KvTransferError) as error:
+            raise LoanRefused(str(error)) from error
+        finally:
+            self._open -= 1
+            await run_to_completion(self._end(loan_id, session))
+
+    async def _end(self, loan_id: str, session: BlockSession | None) -> None:
+        try:
+            if session is not None:
+                await session.end()
+        finally:
+            await self._engine.loan_end(loan_id)
+
 
 _LOOP: Final = loop_named("pulls")
 

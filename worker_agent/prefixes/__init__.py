@@ -1,1 +1,0 @@
-"""Transfer of cached prefixes between workers."""
