@@ -33,7 +33,8 @@ _NAME: Final = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 WORKERS_MAX: Final = 80
 """Most workers of a host: each has ports of its own (tailrace/fleet/hosts.py)."""
 FRONTENDS_MAX: Final = 8
-"""Most front ends of a host."""
+"""Most front ends of a host, of a model."""
+MODELS_MAX: Final = 16
 
 Name = Annotated[str, Meta(pattern=_NAME)]
 Replicas = Annotated[int, Meta(ge=0, le=5_000)]
@@ -251,7 +252,9 @@ class Kubernetes(_Section, frozen=True):
 class Fleet(_Section, frozen=True):
     """A deployment: one cluster."""
 
-    models: Annotated[list[Model], Meta(min_length=1, max_length=16, description="Several need http.")]
+    models: Annotated[
+        list[Model], Meta(min_length=1, max_length=MODELS_MAX, description="Several need http.")
+    ]
     http: Annotated[
         str,
         Meta(description="HOST:PORT of an edge: one address for all models."),
@@ -473,11 +476,10 @@ def _check_models(fleet: Fleet) -> None:
     if len(fleet.models) > 1 and not fleet.http:
         raise FleetError("http: several models need HOST:PORT of one address for all")
     for at, each in enumerate(fleet.models):
-        if each.has_cluster and (fleet.hosts or not fleet.http):
+        if each.has_cluster and not fleet.http:
             field = f"models[{at}].{'slo' if each.policy is None else 'policy'}"
             raise FleetError(
-                f"{field}: needs http, an edge on one machine: without, policy and slo of the file are the "
-                "model's"
+                f"{field}: needs http, an edge: without, policy and slo of the file are the model's"
             )
     if not fleet.http:
         if fleet.edges:
@@ -513,7 +515,7 @@ def _check_replicas(fleet: Fleet, at: int, model: Model) -> None:
         raise FleetError(f"{field}.autoscale: min {bounds.least} exceeds max {bounds.most}")
     if fleet.hosts:
         raise FleetError(
-            f"{field}.autoscale: on several hosts nobody starts instances so far: one machine, or Kubernetes"
+            f"{field}.autoscale: on several hosts nobody starts instances: one machine, or Kubernetes"
         )
     if model.number is None or not bounds.least <= model.number <= bounds.most:
         raise FleetError(f"{field}.replicas: a number from autoscale.min to autoscale.max")
