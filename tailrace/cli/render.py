@@ -115,7 +115,7 @@ def _render_kubernetes(source: FleetFile, out: Path, folder: Path, keys: Path | 
             certificates = {}
             if fleet.tls and fleet.kubernetes.certificates == "tailrace":
                 issuer = _Issuer.of(folder)
-                for identity, hosts in kubernetes.identities(fleet).items():
+                for identity, hosts in kubernetes.identities(fleet, options).items():
                     issued = issuer.issue(identity, hosts)
                     paths = [path for path in issued.rglob("*") if path.is_file()]
                     certificates[identity] = {
@@ -171,6 +171,11 @@ def _kubernetes_steps(
             yield f"tailrace etcd-roles --apply --etcd {address}{root}{cluster}"
     yield f"{forward} service/scheduler 7101 &"
     yield f"tailrace apply -f {quote(str(source.path))} --admin 127.0.0.1:7101{operator}"
+    own_models = [model for model in common_options(source).models if model.own is not None]
+    for port, model in enumerate(own_models, start=7102):
+        yield f"{forward} service/{model.prefix}scheduler {port}:7101 &"
+        to = f"--admin 127.0.0.1:{port} --model {quote(model.served_name)}"
+        yield f"tailrace apply -f {quote(str(source.path))} {to}{operator}"
     for name, needed in kubernetes.OPTIONAL.items():
         if name in files:
             yield f"kubectl apply --filename {quote(str(out / name))}    # {needed}"

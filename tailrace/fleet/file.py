@@ -111,6 +111,15 @@ class Autoscale(_Section, frozen=True):
         return Bounds(self.min, self.max, cooldown_s)
 
 
+class ModelPods(_Section, frozen=True):
+    """What pods of a model's instances have, if not as `kubernetes` of the file says."""
+
+    gpus: Annotated[int, Meta(ge=0, le=64)] | None = None
+    nodes: Annotated[int, Meta(ge=1, le=64)] | None = None
+    cpu: Quantity | None = None
+    memory: Quantity | None = None
+
+
 class Model(_Section, frozen=True):
     """A model with its instances and front ends."""
 
@@ -154,6 +163,10 @@ class Model(_Section, frozen=True):
         Objectives | None,
         Meta(description="Objectives of its own, in place of the fleet's; also with a cluster of its own."),
     ] = None
+
+    kubernetes: Annotated[
+        ModelPods, Meta(description="Of its instances' pods, if not as kubernetes of the file says.")
+    ] = ModelPods()
 
     @property
     def has_cluster(self) -> bool:
@@ -236,6 +249,7 @@ class Kubernetes(_Section, frozen=True):
     service: Annotated[
         Literal["ClusterIP", "NodePort", "LoadBalancer"], Meta(description="How users reach the front ends.")
     ] = "ClusterIP"
+    edges: Annotated[int, Meta(ge=1, le=64, description="Edges, with http.")] = 1
     gateway: Annotated[
         str,
         Meta(
@@ -303,6 +317,12 @@ class Fleet(_Section, frozen=True):
             return [("http", self.http)]
         return [(f"models[{number}].http", model.http) for number, model in enumerate(self.models)]
 
+    def pods_of(self, model: Model) -> Kubernetes:
+        """Return what Kubernetes has to know about the pods of a model."""
+        own = msgspec.structs.asdict(model.kubernetes)
+        given = {name: value for name, value in own.items() if value is not None}
+        return msgspec.structs.replace(self.kubernetes, **given)
+
     def objectives(self, model: Model | None = None) -> dict[str, float]:
         """Return the given objectives, of the fleet or of a model, times in seconds. Raise ParameterError."""
         given = self.slo if model is None or model.slo is None else model.slo
@@ -327,6 +347,7 @@ _SECTIONS: Final[Mapping[str, type[Struct]]] = {
     _ANY_HOST: Host,
     "kubernetes": Kubernetes,
     "models": Model,
+    "models.kubernetes": ModelPods,
     "models.policy": Policy,
     "models.autoscale": Autoscale,
     "policy": Policy,
