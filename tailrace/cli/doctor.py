@@ -72,8 +72,9 @@ def doctor(
     or an operator.
     Exit code 1 if there is a problem.
     """
-    # The admin APIs of models' own clusters, by the names of the models.
+    # The admin APIs of models' own clusters, by the names of the models, and whether others share one.
     own: Mapping[str, str] = {}
+    shared = True
     if file is not None:
         require_alone("on", "output", "admin", "tls")
         source = read_fleet_file(file)
@@ -93,6 +94,8 @@ def doctor(
         api_keys = source.beside(fleet.keys) if fleet.keys else None
         if name and not admin:
             admin, own = admin_address(fleet), _own_admins(fleet, options)
+            # Where each model has its own, the fleet's has only the edge.
+            shared = len(own) < len(options.models)
     else:
         line = read_line(arguments)
         model, http, edge = line.model, (LOOPBACK, port), False
@@ -121,8 +124,6 @@ def doctor(
         folder=RunFolder.default().path,
     )
     flags = chain.from_iterable(map(_flags, served))
-    # Where each model has its own, the fleet's has only the edge.
-    shared = len(own) < len(served)
     findings = [*check_host(host), *flags, *_clusters(admin, own, shared, cluster)]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if output is Output.JSON:
