@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, address_option, connect
+from tailrace.cli.admin import CALL_TIMEOUT_S, address_option, connect
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.fleet_file import (
     FleetFile,
@@ -24,9 +24,10 @@ from tailrace.cli.fleet_file import (
     plans,
     read_fleet_file,
 )
+from tailrace.cli.output import note
 from tailrace.cli.set import policy_text
 from tailrace.cli.up import on_this_machine
-from tailrace.fleet.hosts import ANYWHERE
+from tailrace.fleet.hosts import ANYWHERE, own_admins
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import OPERATOR, certify, transport_of
 from tailrace.local.change import Changes, compare, differing, scaling_changes, within
@@ -35,7 +36,7 @@ from tailrace.local.plan import SPANS, PartSpec, Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import Restarter
-from tailrace.local.start import own_settings, set_rights
+from tailrace.local.start import may_set_rights, own_settings, set_rights
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import given_objectives, objectives_message
 from tailrace.security.roles import Identity, Role
@@ -78,8 +79,13 @@ class _Settings:
 @click.option("--dry-run", is_flag=True, help="Show what would change.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also change what ends streams.")
+@click.option(
+    "--model", metavar="NAME", help="With --admin: it is a scheduler of this model, with a policy of its own."
+)
 @address_option
-def apply(file: Path, on: str | None, dry_run: bool, yes: bool, force: bool, admin: str | None) -> None:
+def apply(
+    file: Path, on: str | None, dry_run: bool, yes: bool, force: bool, model: str | None, admin: str | None
+) -> None:
     """Bring a running cluster to what the file says, while it serves.
 
     Policy, parameters and SLO are set. Of the cluster that tailrace up started in this folder, new processes
@@ -91,7 +97,7 @@ def apply(file: Path, on: str | None, dry_run: bool, yes: bool, force: bool, adm
     try:
         state = folder.read()
         if state is None:
-            _apply_afar(source, admin, dry_run, yes)
+            _apply_afar(source, admin, model, dry_run, yes)
             return
         if not state.ready:
             raise CliError("the cluster of this folder is not complete; tailrace down stops it")
@@ -123,9 +129,12 @@ def _apply_here(
     for model in options.models:
         if model.own is None:
             continue
-        if model.served_name in state.models and _schedulers(state, model.own.name, alive=True):
+        # Of a fleet on several hosts, it may have none here.
+        led_here = any(_leads(spec, model.own.name) for spec in plan.parts)
+        known = model.served_name in state.models
+        if known and (not led_here or _schedulers(state, model.own.name, alive=True)):
             settings.append(_settings(source, None, model))
-        else:
+        elif led_here:
             new[model.own.name] = model.own
             text = policy_text(model.own.policy, model.own.policy_parameters)
             lines.append((f"policy of {model.served_name}", text))
@@ -154,21 +163,30 @@ def _apply_here(
     click.echo("applied")
 
 
-def _apply_afar(source: FleetFile, address: str | None, dry_run: bool, yes: bool) -> None:
-    """Change policy and SLO of a fleet, and say what its hosts lack."""
-    fleet = source.fleet
+def _apply_afar(source: FleetFile, address: str | None, model: str | None, dry_run: bool, yes: bool) -> None:
+    """Change policies and SLOs of a fleet, and say what its hosts lack."""
+    fleet, options = source.fleet, options_of(source)
     if not address and not fleet.hosts:
         raise CliError("no cluster is running in this folder; tailrace up -f starts one")
-    if any(model.has_cluster for model in fleet.models):
-        raise UsageProblem("models with a policy or slo of their own: only in the folder of tailrace up")
-    address = address or admin_address(fleet)
-    settings = _settings(source, address)
-    missing: list[tuple[str, str]] = []
-    if fleet.hosts:
-        with connect(address) as admin, admin.errors():
-            missing = [*_missing(source, admin)]
-    if _agreed([*settings.lines, *missing], [], dry_run, yes):
-        settings.apply()
+    own = {each.served_name: each for each in options.models if each.own is not None}
+    if model is not None and (model not in own or not address):
+        known = ", ".join(own) or "none"
+        raise UsageProblem(f"--model: with --admin, one of those with a policy or slo of their own: {known}")
+    if model is not None:
+        settings = [_settings(source, address, own[model])]
+    else:
+        settings = [_settings(source, address or admin_address(fleet))]
+        admins = own_admins(fleet, options) if fleet.hosts else {}
+        for name, each in own.items():
+            if each.own is not None and each.own.name in admins:
+                settings.append(_settings(source, admins[each.own.name], each))
+            else:
+                note(f"policy and slo of {name}: --admin with a scheduler of its cluster, and --model {name}")
+    lines = [line for cluster in settings for line in cluster.lines]
+    missing = [*_missing(source, options, settings)] if fleet.hosts and model is None else []
+    if _agreed([*lines, *missing], [], dry_run, yes):
+        for cluster in settings:
+            cluster.apply()
         click.echo("applied; processes are started on their hosts" if missing else "applied")
 
 
@@ -178,7 +196,8 @@ def _settings(source: FleetFile, address: str | None, model: ClusterOptions | No
     served, of = None, ""
     name, given, objectives = fleet.policy.name, fleet.policy.texts, fleet.objectives()
     if model is not None and model.own is not None:
-        served, of = model.served_name, f" of {model.served_name}"
+        # An address says which cluster is meant.
+        served, of = None if address else model.served_name, f" of {model.served_name}"
         name, given = model.own.policy, {**model.own.policy_parameters}
         objectives = {**model.own.objectives}
     lines = []
@@ -229,18 +248,24 @@ def _schedulers(state: RunState, cluster: str, alive: bool = False) -> str:
     return ",".join(
         part.spec.address
         for part in state.parts
-        if part.spec is not None
-        and part.tier == Tier.CONTROL
-        and "scheduler" in part.spec.command
-        and (part.spec.option("--cluster") or DEFAULT_CLUSTER) == cluster
-        and (part.identity.alive() or not alive)
+        if part.spec is not None and _leads(part.spec, cluster) and (part.identity.alive() or not alive)
     )
+
+
+def _leads(spec: PartSpec, cluster: str) -> bool:
+    """Return whether a part is a scheduler of the cluster."""
+    own = spec.option("--cluster") or DEFAULT_CLUSTER
+    return spec.tier is Tier.CONTROL and "scheduler" in spec.command and own == cluster
 
 
 def _note_admins(state: RunState, plan: Plan, options: ClusterOptions) -> None:
     """Have the state say where the admin APIs are."""
-    state.admin = plan.admin if state.host else _schedulers(state, plan.cluster)
-    state.models = admins_of(options, state.admin, {name: _schedulers(state, name) for name in plan.own})
+    if state.host:
+        state.admin, own = plan.admin, plan.own
+    else:
+        state.admin = _schedulers(state, plan.cluster)
+        own = {name: _schedulers(state, name) for name in plan.own}
+    state.models = admins_of(options, state.admin, own)
 
 
 def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Changes:
@@ -339,12 +364,16 @@ def _front_ends(specs: Mapping[str, PartSpec], model: tuple[str, str]) -> set[st
     return {name for name, spec in specs.items() if spec.tier is Tier.FRONTEND and _model(spec) == model}
 
 
-def _missing(source: FleetFile, admin: Admin) -> Iterator[tuple[str, str]]:
+def _missing(
+    source: FleetFile, options: ClusterOptions, clusters: Sequence[_Settings]
+) -> Iterator[tuple[str, str]]:
     """Yield what the hosts lack, or have beside what the file says."""
-    options = options_of(source)
-    instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
-    services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
-    running = {each.instance_id for each in instances} | {each.id for each in services}
+    running: set[str] = set()
+    for cluster in clusters:
+        with connect(cluster.address) as admin, admin.errors():
+            instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+            services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
+        running |= {each.instance_id for each in instances} | {each.id for each in services}
     wanted: set[str] = set()
     for host, plan in plans(source, options, ANYWHERE).items():
         names = [part.name for part in plan.parts if part.tier is not Tier.ETCD]
@@ -397,8 +426,8 @@ async def _carry_out(
         restarter = Restarter(folder, state, progress, environment)
         if state.certificates and not state.host:
             certify(state.certificates, (Identity(Role(spec.role), spec.name) for spec in changes.added))
-            if plan.own:
-                await set_rights(plan)
+        if plan.own and may_set_rights(state.certificates):
+            await set_rights(plan)
         control = [spec for spec in changes.added if spec.tier is Tier.CONTROL]
         restarted = [spec for spec in changes.changed if spec.tier is Tier.CONTROL]
         for spec in control:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,8 @@ from tailrace.cli.fleet_file import file_option, host_of, options_of, plans, rea
 from tailrace.cli.line_check import refusal
 from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.tables import instance_word
-from tailrace.fleet.hosts import ANYWHERE, endpoints
+from tailrace.fleet.file import Fleet
+from tailrace.fleet.hosts import ANYWHERE, endpoints, own_admins
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.options import ClusterOptions
@@ -71,6 +72,9 @@ def doctor(
     or an operator.
     Exit code 1 if there is a problem.
     """
+    # The admin APIs of models' own clusters, by the names of the models, and whether others share one.
+    own: Mapping[str, str] = {}
+    shared = True
     if file is not None:
         require_alone("on", "output", "admin", "tls")
         source = read_fleet_file(file)
@@ -88,7 +92,10 @@ def doctor(
         http = parse_address(fleet.http or fleet.model.http) if reached else None
         etcd = ",".join(endpoints(fleet)) if name else ""
         api_keys = source.beside(fleet.keys) if fleet.keys else None
-        admin = admin or (admin_address(fleet) if name else None)
+        if name and not admin:
+            admin, own = admin_address(fleet), _own_admins(fleet, options)
+            # Where each model has its own, the fleet's has only the edge.
+            shared = len(own) < len(options.models)
     else:
         line = read_line(arguments)
         model, http, edge = line.model, (LOOPBACK, port), False
@@ -117,7 +124,7 @@ def doctor(
         folder=RunFolder.default().path,
     )
     flags = chain.from_iterable(map(_flags, served))
-    findings = [*check_host(host), *flags, *_clusters(admin, cluster)]
+    findings = [*check_host(host), *flags, *_clusters(admin, own, shared, cluster)]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if output is Output.JSON:
         print_json({"findings": [asdict(finding) for finding in findings], "problems": problems})
@@ -149,17 +156,32 @@ def _flags(options: ClusterOptions) -> Iterator[Finding]:
     yield Finding("flags", Verdict.PROBLEM, problem, mend) if problem else ok("flags", "vLLM takes them")
 
 
-def _clusters(address: str | None, state: RunState | None) -> Iterator[Finding]:
-    """Yield what the admin APIs say of the fleet's cluster, and of those of single models."""
+def _own_admins(fleet: Fleet, options: ClusterOptions) -> dict[str, str]:
+    """Return the addresses of the admin APIs of models' own clusters, by the names of the models."""
+    addresses = own_admins(fleet, options)
+    return {each.served_name: addresses[each.own.name] for each in options.models if each.own is not None}
+
+
+def _clusters(
+    address: str | None, own: Mapping[str, str], shared: bool, state: RunState | None
+) -> Iterator[Finding]:
+    """Yield what the admin APIs say of the fleet's cluster, and of those of single models.
+
+    With `address`, that is the fleet's, `own` are the others by model, and `shared` says whether the fleet's
+    has models. Without, they are those that run here.
+    """
     if address or state is None:
-        yield from _fleet(address)
-        return
-    own = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
-    # Where each model has its own, the fleet's has only the edge.
-    yield from _fleet(None, serves=not own or state.admin in state.models.values())
-    for model in reversed(own.values()):
-        for finding in _fleet(None, model):
-            yield replace(finding, subject=f"{model}: {finding.subject}")
+        yield from _fleet(address, serves=shared)
+        asked: list[tuple[str, str | None, str | None]] = [
+            (model, admin, None) for model, admin in own.items()
+        ]
+    else:
+        here = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
+        yield from _fleet(None, serves=not here or state.admin in state.models.values())
+        asked = [(model, None, model) for model in reversed(here.values())]
+    for name, admin, model in asked:
+        for finding in _fleet(admin, model):
+            yield replace(finding, subject=f"{name}: {finding.subject}")
 
 
 def _fleet(address: str | None, model: str | None = None, serves: bool = True) -> Iterator[Finding]:

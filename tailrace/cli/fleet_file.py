@@ -68,30 +68,18 @@ def read_fleet_file(path: Path) -> FleetFile:
 def options_of(file: FleetFile) -> ClusterOptions:
     """Return the options that follow from the file for all hosts, or for this machine. Raise UsageProblem."""
     fleet = file.fleet
-    options = common_options(file)
     # Of several hosts, tailrace/fleet/hosts.py says what each has.
     keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys and not fleet.hosts else ()
     insecure = ("--insecure",) if fleet.insecure and not fleet.hosts else ()
-    words = _part_names(fleet)
-    models = []
-    for number, model in enumerate(fleet.models):
-        own = options if number == 0 else _with_model(file, options, number)
-        models.append(
-            replace(
-                own,
-                workers=model.number or 0,
-                frontends=model.frontends if isinstance(model.frontends, int) else 1,
-                frontend_arguments=(*own.frontend_arguments, *keys, *insecure),
-                prefix=f"{words[number]}-" if len(words) > 1 or model.has_cluster else "",
-                own=_own_cluster(fleet, model, words[number]) if model.has_cluster else None,
-            )
-        )
+    models = [
+        replace(each, frontend_arguments=(*each.frontend_arguments, *keys, *insecure), others=())
+        for each in common_options(file).models
+    ]
     return replace(models[0], others=tuple(models[1:]), edge=fleet.http, edge_arguments=(*keys, *insecure))
 
 
 def common_options(file: FleetFile) -> ClusterOptions:
-    """Return the options that follow from the file wherever its processes run, with its first model. Raise
-    UsageProblem."""
+    """Return the options that follow from the file wherever its processes run. Raise UsageProblem."""
     fleet = file.fleet
     options = ClusterOptions(
         policy=fleet.policy.name,
@@ -102,7 +90,18 @@ def common_options(file: FleetFile) -> ClusterOptions:
         cluster=fleet.cluster,
         environment=fleet.environment,
     )
-    return _with_model(file, options, 0)
+    words = _part_names(fleet)
+    models = [
+        replace(
+            _with_model(file, options, number),
+            workers=model.number or 0,
+            frontends=model.frontends if isinstance(model.frontends, int) else 1,
+            prefix=f"{words[number]}-" if len(words) > 1 or model.has_cluster else "",
+            own=_own_cluster(fleet, model, words[number]) if model.has_cluster else None,
+        )
+        for number, model in enumerate(fleet.models)
+    ]
+    return replace(models[0], others=tuple(models[1:]))
 
 
 def _with_model(file: FleetFile, options: ClusterOptions, number: int) -> ClusterOptions:
@@ -116,8 +115,6 @@ def _with_model(file: FleetFile, options: ClusterOptions, number: int) -> Cluste
         model=model.model,
         host=host,
         port=port,
-        worker_arguments=(),
-        frontend_arguments=(),
         bounds=None if model.autoscale is None else model.autoscale.bounds,
     )
     try:

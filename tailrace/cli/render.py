@@ -40,6 +40,8 @@ from tailrace.fleet.folders import (
 )
 from tailrace.fleet.hosts import control_hosts, endpoints
 from tailrace.local.certificates import ETCD_ROOT, OPERATOR, certificate_folder
+from tailrace.local.options import DEFAULT_CLUSTER
+from tailrace.local.plan import own_clusters
 from tailrace.security.authority import Authority, AuthorityProblem, Issued
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.roles import Identity
@@ -113,7 +115,7 @@ def _render_kubernetes(source: FleetFile, out: Path, folder: Path, keys: Path | 
             certificates = {}
             if fleet.tls and fleet.kubernetes.certificates == "tailrace":
                 issuer = _Issuer.of(folder)
-                for identity, hosts in kubernetes.identities(fleet).items():
+                for identity, hosts in kubernetes.identities(fleet, options).items():
                     issued = issuer.issue(identity, hosts)
                     paths = [path for path in issued.rglob("*") if path.is_file()]
                     certificates[identity] = {
@@ -165,9 +167,15 @@ def _kubernetes_steps(
         address = "127.0.0.1:2379" if members else ",".join(kubernetes.endpoints(fleet))
         if members:
             yield f"{forward} service/etcd 2379 &"
-        yield f"tailrace etcd-roles --apply --etcd {address}{root}{_cluster(fleet)}"
+        for cluster in _clusters(source):
+            yield f"tailrace etcd-roles --apply --etcd {address}{root}{cluster}"
     yield f"{forward} service/scheduler 7101 &"
     yield f"tailrace apply -f {quote(str(source.path))} --admin 127.0.0.1:7101{operator}"
+    own_models = [model for model in common_options(source).models if model.own is not None]
+    for port, model in enumerate(own_models, start=7102):
+        yield f"{forward} service/{model.prefix}scheduler {port}:7101 &"
+        to = f"--admin 127.0.0.1:{port} --model {quote(model.served_name)}"
+        yield f"tailrace apply -f {quote(str(source.path))} {to}{operator}"
     for name, needed in kubernetes.OPTIONAL.items():
         if name in files:
             yield f"kubectl apply --filename {quote(str(out / name))}    # {needed}"
@@ -188,8 +196,10 @@ def _tls(authority: Path, fleet: Fleet, identity: Identity) -> str:
     return f" --tls {quote(certificate_folder(str(authority), identity.role.value, identity.name))}"
 
 
-def _cluster(fleet: Fleet) -> str:
-    return f" --cluster {fleet.cluster}" if fleet.cluster != "default" else ""
+def _clusters(source: FleetFile) -> list[str]:
+    """Return the option that names each cluster: the fleet's, and those of single models."""
+    names = [source.fleet.cluster, *own_clusters(options_of(source))]
+    return [f" --cluster {name}" if name != DEFAULT_CLUSTER else "" for name in names]
 
 
 def _write(folder: Path, made: HostFolder, keys: Path | None) -> None:
@@ -274,6 +284,7 @@ def _next_steps(kind: str, source: FleetFile, out: Path, authority: Path) -> Ite
         return
     operator, root = (_tls(authority, fleet, identity) for identity in (OPERATOR, ETCD_ROOT))
     if fleet.tls:
-        yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))}{root}{_cluster(fleet)}"
+        for cluster in _clusters(source):
+            yield f"tailrace etcd-roles --apply --etcd {','.join(endpoints(fleet))}{root}{cluster}"
     yield f"tailrace apply -f {quote(str(source.path))}{operator}"
     yield f"# Prometheus: {out / PROMETHEUS}/prometheus.yml; control host: {control_hosts(fleet)[0]}"

@@ -315,14 +315,14 @@ async def _run(
         loop.add_signal_handler(number, task.cancel)
     with make_progress([part.name for part in plan.parts]) as progress:
         starter = Starter(plan, folder, progress, options.cores)
-        # Of a fleet on several hosts, one sets it.
+        # Of a fleet on several hosts, one sets them.
         sets = not host or file is None or host == control_hosts(file.fleet)[0]
         slo = None if file is None or not file.fleet.slo else objectives_message(file.fleet.objectives())
         policy = SetPolicyRequest(name=options.policy, parameters=options.policy_parameters)
         return await starter.run(
             Settings(policy, slo) if sets else Settings(),
             options.served_name,
-            [model.own for model in options.models if model.own is not None],
+            [model.own for model in options.models if model.own is not None] if sets else [],
             models=admins_of(options, plan.admin, plan.own),
             host=host,
             tiny=options.serves_tiny_model,

@@ -16,7 +16,7 @@ _OF_POD: Final[Mapping[str, Any]] = {"nodeSelector": {}, "tolerations": []}
 _OF_CONTAINER: Final[Mapping[str, Any]] = {"image": "", "args": [], "resources": {}}
 # What a file's objects need, by the value that switches them; true: the fleet file asks for them.
 _SWITCHES: Final = {"network.yaml": True, "monitoring.yaml": False, "scaling.yaml": True, "route.yaml": True}
-_VALUE: Final = re.compile(r"'?\{\{\.Values\.([A-Za-z.]+)\|toJson\}\}'?")
+_VALUE: Final = re.compile(r"'?\{\{\.Values\.([A-Za-z0-9.-]+)\|toJson\}\}'?")
 # Of the values that have names of ours: resources and labels are Kubernetes' own.
 _NAMED_DEPTH: Final = 2
 _TYPES: Final = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
@@ -86,8 +86,11 @@ def _with_values(given: Manifest, values: dict[str, Any]) -> Manifest:
             take(spec, "type", "service.type")
             take(made["metadata"], "annotations", "service.annotations", {})
         case "ScaledObject":
-            take(spec, "minReplicaCount", "scaling.minReplicas")
-            take(spec, "maxReplicaCount", "scaling.maxReplicas")
+            # Of several models, each has its own.
+            name = made["metadata"]["name"]
+            place = "scaling" if name == "worker" else f"scaling.{name}"
+            take(spec, "minReplicaCount", f"{place}.minReplicas")
+            take(spec, "maxReplicaCount", f"{place}.maxReplicas")
         case "HTTPRoute":
             take(spec, "hostnames", "route.hostnames", [])
             take(spec, "parentRefs", "route.parentRefs")
@@ -122,7 +125,14 @@ def _literal(value: Any) -> Any:
 
 def _template(documents: Sequence[Manifest]) -> str:
     # JSON is YAML, but not in quotes.
-    return _VALUE.sub(r"{{ .Values.\1 | toJson }}", to_yaml(documents))
+    return _VALUE.sub(lambda found: f"{{{{ {_path(found[1].split('.'))} | toJson }}}}", to_yaml(documents))
+
+
+def _path(names: Sequence[str]) -> str:
+    """Return the expression of a value: with a dash in one of its names, the dots are not enough."""
+    if all(name.isidentifier() for name in names):
+        return f".Values.{'.'.join(names)}"
+    return f"index .Values {' '.join(json.dumps(name) for name in names)}"
 
 
 def _schema(value: Any, depth: int = 0) -> dict[str, Any]:

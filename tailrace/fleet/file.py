@@ -33,7 +33,8 @@ _NAME: Final = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 WORKERS_MAX: Final = 80
 """Most workers of a host: each has ports of its own (tailrace/fleet/hosts.py)."""
 FRONTENDS_MAX: Final = 8
-"""Most front ends of a host."""
+"""Most front ends of a host, of a model."""
+MODELS_MAX: Final = 16
 
 Name = Annotated[str, Meta(pattern=_NAME)]
 Replicas = Annotated[int, Meta(ge=0, le=5_000)]
@@ -110,6 +111,15 @@ class Autoscale(_Section, frozen=True):
         return Bounds(self.min, self.max, cooldown_s)
 
 
+class ModelPods(_Section, frozen=True):
+    """What pods of a model's instances have, if not as `kubernetes` of the file says."""
+
+    gpus: Annotated[int, Meta(ge=0, le=64)] | None = None
+    nodes: Annotated[int, Meta(ge=1, le=64)] | None = None
+    cpu: Quantity | None = None
+    memory: Quantity | None = None
+
+
 class Model(_Section, frozen=True):
     """A model with its instances and front ends."""
 
@@ -153,6 +163,10 @@ class Model(_Section, frozen=True):
         Objectives | None,
         Meta(description="Objectives of its own, in place of the fleet's; also with a cluster of its own."),
     ] = None
+
+    kubernetes: Annotated[
+        ModelPods, Meta(description="Of its instances' pods, if not as kubernetes of the file says.")
+    ] = ModelPods()
 
     @property
     def has_cluster(self) -> bool:
@@ -235,6 +249,7 @@ class Kubernetes(_Section, frozen=True):
     service: Annotated[
         Literal["ClusterIP", "NodePort", "LoadBalancer"], Meta(description="How users reach the front ends.")
     ] = "ClusterIP"
+    edges: Annotated[int, Meta(ge=1, le=64, description="Edges, with http.")] = 1
     gateway: Annotated[
         str,
         Meta(
@@ -251,7 +266,9 @@ class Kubernetes(_Section, frozen=True):
 class Fleet(_Section, frozen=True):
     """A deployment: one cluster."""
 
-    models: Annotated[list[Model], Meta(min_length=1, max_length=16, description="Several need http.")]
+    models: Annotated[
+        list[Model], Meta(min_length=1, max_length=MODELS_MAX, description="Several need http.")
+    ]
     http: Annotated[
         str,
         Meta(description="HOST:PORT of an edge: one address for all models."),
@@ -300,6 +317,12 @@ class Fleet(_Section, frozen=True):
             return [("http", self.http)]
         return [(f"models[{number}].http", model.http) for number, model in enumerate(self.models)]
 
+    def pods_of(self, model: Model) -> Kubernetes:
+        """Return what Kubernetes has to know about the pods of a model."""
+        own = msgspec.structs.asdict(model.kubernetes)
+        given = {name: value for name, value in own.items() if value is not None}
+        return msgspec.structs.replace(self.kubernetes, **given)
+
     def objectives(self, model: Model | None = None) -> dict[str, float]:
         """Return the given objectives, of the fleet or of a model, times in seconds. Raise ParameterError."""
         given = self.slo if model is None or model.slo is None else model.slo
@@ -324,6 +347,7 @@ _SECTIONS: Final[Mapping[str, type[Struct]]] = {
     _ANY_HOST: Host,
     "kubernetes": Kubernetes,
     "models": Model,
+    "models.kubernetes": ModelPods,
     "models.policy": Policy,
     "models.autoscale": Autoscale,
     "policy": Policy,
@@ -473,11 +497,10 @@ def _check_models(fleet: Fleet) -> None:
     if len(fleet.models) > 1 and not fleet.http:
         raise FleetError("http: several models need HOST:PORT of one address for all")
     for at, each in enumerate(fleet.models):
-        if each.has_cluster and (fleet.hosts or not fleet.http):
+        if each.has_cluster and not fleet.http:
             field = f"models[{at}].{'slo' if each.policy is None else 'policy'}"
             raise FleetError(
-                f"{field}: needs http, an edge on one machine: without, policy and slo of the file are the "
-                "model's"
+                f"{field}: needs http, an edge: without, policy and slo of the file are the model's"
             )
     if not fleet.http:
         if fleet.edges:
@@ -513,7 +536,7 @@ def _check_replicas(fleet: Fleet, at: int, model: Model) -> None:
         raise FleetError(f"{field}.autoscale: min {bounds.least} exceeds max {bounds.most}")
     if fleet.hosts:
         raise FleetError(
-            f"{field}.autoscale: on several hosts nobody starts instances so far: one machine, or Kubernetes"
+            f"{field}.autoscale: on several hosts nobody starts instances: one machine, or Kubernetes"
         )
     if model.number is None or not bounds.least <= model.number <= bounds.most:
         raise FleetError(f"{field}.replicas: a number from autoscale.min to autoscale.max")

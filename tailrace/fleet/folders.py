@@ -134,8 +134,11 @@ def prometheus(fleet: Fleet, options: ClusterOptions, alerts: str) -> Files:
             if part.tier is not Tier.ETCD:
                 address, _, port = part.address.rpartition(":")
                 target = f"{address}:{int(port) + METRICS_ABOVE}"
-                kind = kind_of(part)
-                targets.setdefault(kind, []).append({"targets": [target], "labels": {"member": part.name}})
+                labels = {"member": part.name}
+                if plan.own:
+                    # By which alerts tell apart which one lacks a leader.
+                    labels["cluster"] = part.option("--cluster")
+                targets.setdefault(kind_of(part), []).append({"targets": [target], "labels": labels})
     jobs = [_job(kind, each, fleet.tls) for kind, each in targets.items()]
     config = {
         "global": {"scrape_interval": "5s", "scrape_timeout": "4s"},

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
 
 from tailrace.address import format_address, is_ip, listen_address, parse_address
-from tailrace.fleet.file import WORKERS_MAX, Fleet, FleetError, Host
+from tailrace.fleet.file import MODELS_MAX, WORKERS_MAX, Fleet, FleetError, Host
 from tailrace.local.certificates import certificate_folder, span_certificates
 from tailrace.local.options import ClusterOptions, Engine, Front
-from tailrace.local.plan import PartSpec, Plan, Tier, environment_of, frontend_part, worker_part
+from tailrace.local.plan import (
+    PartSpec,
+    Plan,
+    Tier,
+    environment_of,
+    frontend_part,
+    own_clusters,
+    spans_to,
+    worker_part,
+)
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.security.options import exposed
 from tailrace.security.roles import Role
@@ -23,7 +33,8 @@ METRICS_ABOVE: Final = 2000
 """A service's metrics are on its own port plus this."""
 PORTS: Final = {"scheduler": 7101, "monitor": 7102, "migration": 7103, "frontend": 7104, "worker": 7105}
 """gRPC ports of the services, of the first one of a kind on a host."""
-_EDGE: Final = 7185
+EDGE_PORT: Final = 7185
+"""gRPC port of an edge."""
 # The second front end of a host is one above.
 _FURTHER_FRONTENDS: Final = 7185
 _FRONTENDS_MAX: Final = 20
@@ -33,8 +44,11 @@ KV_PORT: Final = 7300
 """The first of a host's ports for KV."""
 # One for each network device.
 _KV_EACH: Final = 8
+# Of the control services of models that have clusters of their own, in the order of the file.
+_FURTHER_CONTROL: Final = KV_PORT + _KV_EACH * WORKERS_MAX
+_CONTROL: Final = ("scheduler", "monitor", "migration")
 # Of all services; their metrics are above.
-_OWN: Final = range(7101, KV_PORT + _KV_EACH * WORKERS_MAX)
+_OWN: Final = range(7101, _FURTHER_CONTROL + len(_CONTROL) * MODELS_MAX)
 HTTP_PORT: Final = 8101
 """Of a host's first front end behind an edge; those of the others follow."""
 _ETCD_TIMEOUT_S: Final = 600.0
@@ -160,6 +174,15 @@ def admin(fleet: Fleet) -> str:
     return ",".join(_at(fleet.hosts[name], PORTS["scheduler"]) for name in control_hosts(fleet))
 
 
+def own_admins(fleet: Fleet, options: ClusterOptions) -> dict[str, str]:
+    """Return the addresses of the admin APIs of models' own clusters, by the names of these."""
+    hosts = [fleet.hosts[name] for name in control_hosts(fleet)]
+    return {
+        cluster: ",".join(_at(host, _port("scheduler", number)) for host in hosts)
+        for number, cluster in enumerate(own_clusters(options), start=1)
+    }
+
+
 def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Installation) -> Plan:
     """Plan what a host runs. `options`: those that follow from the file for all hosts."""
     host = fleet.hosts[name]
@@ -167,17 +190,27 @@ def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Insta
     users = fleet.http or fleet.model.http
     if name in edges(fleet) or (not fleet.http and models[0].frontends):
         _check_http(fleet, name, users)
-    service = _service_of(fleet, host, name, installed)
+    service_in = _service_of(fleet, host, name, installed)
+    first = fleet.hosts[control_hosts(fleet)[0]]
+    # What plans a service of each cluster, with what the names of its control services begin with.
+    services = {fleet.cluster: (partial(service_in, fleet.cluster, {}), "")}
+    for number, (cluster, prefix) in enumerate(own_clusters(options).items(), start=1):
+        spans = spans_to(options, _at(first, _port("monitor", number)))
+        services[cluster] = partial(service_in, cluster, spans), prefix
     parts = [*_etcd(fleet, name, installed)]
-    journal = f"{installed.data}/migrations.jsonl"
-    if name in control_hosts(fleet):
+    for service, prefix in services.values() if name in control_hosts(fleet) else ():
+        journal = f"{installed.data}/{prefix}migrations.jsonl"
         parts += [
-            service("monitor", f"monitor-{name}", Tier.CONTROL),
-            service("migration", f"migration-{name}", Tier.CONTROL, "--journal", journal),
-            service("scheduler", f"scheduler-{name}", Tier.CONTROL),
+            service("monitor", f"{prefix}monitor-{name}", Tier.CONTROL),
+            service("migration", f"{prefix}migration-{name}", Tier.CONTROL, "--journal", journal),
+            service("scheduler", f"{prefix}scheduler-{name}", Tier.CONTROL),
         ]
+
+    def service_of(model: ClusterOptions) -> Callable[..., PartSpec]:
+        return services[model.own.name if model.own else fleet.cluster][0]
+
     parts += [
-        worker_part(model, service, f"{model.prefix}worker-{name}", range(number, number + 1))
+        worker_part(model, service_of(model), f"{model.prefix}worker-{name}", range(number, number + 1))
         for model in models
         for number in range(model.workers)
     ]
@@ -190,20 +223,21 @@ def host_plan(fleet: Fleet, options: ClusterOptions, name: str, installed: Insta
             member = f"{model.prefix}frontend-{name}-{number}"
             own = replace(model, frontend_arguments=(*model.frontend_arguments, *keys))
             if fleet.http and fleet.tls:
-                own = replace(own, line=_for_edges(own, installed.certificates, member))
-            parts.append(frontend_part(own, service, member, http))
+                folder = certificate_folder(installed.certificates, Role.FRONTEND.value, member)
+                own = replace(own, line=for_edges(own, folder))
+            parts.append(frontend_part(own, service_of(model), member, http))
     if name in edges(fleet):
-        edge = service("edge", f"edge-{name}", Tier.EDGE, "--http", users, *keys)
+        edge = service_in(fleet.cluster, {}, "edge", f"edge-{name}", Tier.EDGE, "--http", users, *keys)
         parts.append(replace(edge, http=f"http://{_reached(host, users)}"))
-    monitor = _at(fleet.hosts[control_hosts(fleet)[0]], PORTS["monitor"])
     return Plan(
         parts=parts,
-        environment=environment_of(options, monitor),
+        environment=environment_of(options, _at(first, PORTS["monitor"])),
         admin=admin(fleet),
         http=f"{'http' if fleet.http else options.scheme}://{_users_address(fleet)}",
         etcd=",".join(endpoints(fleet)),
         certificates=installed.certificates if fleet.tls else "",
         cluster=fleet.cluster,
+        own=own_admins(fleet, options),
     )
 
 
@@ -233,9 +267,11 @@ def _computes(model: ClusterOptions) -> bool:
     return model.engine is Engine.VLLM and bool(model.workers)
 
 
-def _for_edges(options: ClusterOptions, certificates: str, member: str) -> VllmLine:
-    """Return a front end's line with HTTPS by its own certificate, for whoever has one of this cluster."""
-    folder = certificate_folder(certificates, Role.FRONTEND.value, member)
+def for_edges(options: ClusterOptions, folder: str) -> VllmLine:
+    """Return a front end's line with HTTPS by its own certificate, for whoever has one of this cluster.
+
+    `folder`: of the certificate.
+    """
     own = ["--ssl-certfile", f"{folder}/{CERTIFICATE}", "--ssl-keyfile", f"{folder}/{KEY}"]
     others = ["--ssl-ca-certs", f"{folder}/{AUTHORITIES}", "--ssl-cert-reqs", "2"]
     # vllm-rs refuses it, and reads the files at startup only.
@@ -259,25 +295,30 @@ def _check_http(fleet: Fleet, name: str, http: str) -> None:
 
 
 def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) -> Callable[..., PartSpec]:
-    """Return what plans one service of the host, on the next of its ports."""
+    """Return what plans one service of the host, on the next of its ports.
+
+    It takes the cluster, and the environment of all services of that.
+    """
     counts: dict[str, int] = {}
     # A name is resolved by others; the host itself listens on all its addresses.
     listen = listen_address(host.address)
     is_name = listen != host.address
 
-    def service(kind: str, member: str, tier: Tier, *arguments: str) -> PartSpec:
+    def service_in(
+        cluster: str, common: Mapping[str, str], kind: str, member: str, tier: Tier, *arguments: str
+    ) -> PartSpec:
         number = counts.get(kind, 0)
         counts[kind] = number + 1
         port = _port(kind, number)
         command = [*installed.tailrace, "serve", kind, "--etcd", ",".join(endpoints(fleet))]
-        command += ["--cluster", fleet.cluster, "--listen", format_address(listen, port)]
+        command += ["--cluster", cluster, "--listen", format_address(listen, port)]
         command += ["--metrics", format_address(listen, port + METRICS_ABOVE), "--id", member]
         command += ["--advertise", host.address] if is_name else []
-        environment: dict[str, str] = {}
+        environment = {**common}
         if fleet.tls:
             folder = certificate_folder(installed.certificates, kind, member)
             command += ["--tls", folder]
-            environment = span_certificates(folder)
+            environment |= span_certificates(folder)
         command += ["--insecure"] if fleet.insecure else []
         if kind == "worker":
             first = KV_PORT + _KV_EACH * number
@@ -296,7 +337,7 @@ def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) ->
             role=kind if fleet.tls else "",
         )
 
-    return service
+    return service_in
 
 
 def _etcd(fleet: Fleet, name: str, installed: Installation) -> Iterator[PartSpec]:
@@ -350,7 +391,9 @@ def _port(kind: str, number: int) -> int:
     if kind == "worker":
         return PORTS[kind] + number
     if kind == "edge":
-        return _EDGE
+        return EDGE_PORT
+    if kind in _CONTROL and number:
+        return _FURTHER_CONTROL + MODELS_MAX * _CONTROL.index(kind) + number - 1
     if kind == "frontend" and number:
         return _FURTHER_FRONTENDS + number
     return PORTS[kind]

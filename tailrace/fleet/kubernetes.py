@@ -6,6 +6,7 @@ import base64
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,16 +14,25 @@ import yaml
 
 from tailrace import __version__
 from tailrace.address import is_ip, parse_address
-from tailrace.fleet.file import Fleet, FleetError
+from tailrace.fleet.file import Fleet, FleetError, Kubernetes, Model
 from tailrace.fleet.folders import CONTAINER_USER, ETCD_IMAGE, KEYS, SCRAPER, kind_of, stop_s
-from tailrace.fleet.hosts import KV_PORT, METRICS_ABOVE, PORTS, STREAM_PORT
+from tailrace.fleet.hosts import (
+    EDGE_PORT,
+    HTTP_PORT,
+    KV_PORT,
+    METRICS_ABOVE,
+    PORTS,
+    STREAM_PORT,
+    for_edges,
+)
 from tailrace.local.certificates import span_certificates
-from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.options import Bounds, ClusterOptions, Engine, Front
 from tailrace.local.plan import (
     PartSpec,
     Tier,
     environment_of,
     frontend_part,
+    own_clusters,
     scheduler_arguments,
     worker_part,
 )
@@ -58,6 +68,8 @@ _CONSOLE_PORT: Final = 8081
 # Seconds between two looks at the metric; at zero, requests wait for it.
 _POLLING_S: Final = 15
 _POLLING_AT_ZERO_S: Final = 5
+# Of an HPA.
+_STABILIZATION_MAX_S: Final = 3_600
 # An hour: an engine loads its model, and a front end waits for the first one.
 _START_TRIES: Final = 360
 _PROBE: Final = {"periodSeconds": 10, "timeoutSeconds": 8}
@@ -70,7 +82,9 @@ _MARGIN_S: Final = 30
 # Requests and limits of everything but workers.
 _SMALL: Final = {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}}
 _FRONTEND: Final = {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"memory": "16Gi"}}
+_CONTROL: Final = ("scheduler", "monitor", "migration")
 _ENGINES: Final = ("worker", "ranks")
+_FOR_USERS: Final = ("frontend", "edge")
 _WITH_VLLM: Final = (*_ENGINES, "frontend", "console")
 _SPREAD: Final = ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
 
@@ -89,12 +103,17 @@ OPERATORS: Final = (Identity(Role.ADMIN, "operator"), Identity(Role.ETCD_ROOT, "
 _DRAINER: Final = Identity(Role.ADMIN, "drain")
 
 
-def identities(fleet: Fleet) -> dict[Identity, list[str]]:
+def identities(fleet: Fleet, options: ClusterOptions) -> dict[Identity, list[str]]:
     """Return whose certificates the pods need, with the host names in them. Pods of a kind share one."""
     if not fleet.tls:
         return {}
     own = fleet.kubernetes
-    names = {Identity(Role(kind), kind): [kind] for kind in PORTS}
+    # Of clusters of single models, too: spans are sent to a name.
+    prefixes = ["", *own_clusters(options).values()]
+    names = {
+        Identity(Role(kind), kind): [f"{prefix}{kind}" for prefix in (prefixes if kind in _CONTROL else [""])]
+        for kind in _ports_of(fleet)
+    }
     names[SCRAPER] = []
     if own.console:
         names[Identity(Role(own.console), "console")] = []
@@ -141,15 +160,15 @@ def objects(
     FleetError for what is not possible on Kubernetes.
     """
     require_possible(fleet, options)
-    parts = _parts(fleet, options)
+    parts = [*_parts(fleet, options)]
     documents = {
         "namespace.yaml": [_object("v1", "Namespace", fleet.kubernetes.namespace, fleet, namespaced=False)],
         SECRETS: [*_secrets(fleet, certificates, keys)],
-        "certificates.yaml": [*_certificates(fleet)],
-        "fleet.yaml": [each for part in parts for each in _workload(fleet, options, part)],
+        "certificates.yaml": [*_certificates(fleet, options)],
+        "fleet.yaml": [each for part in parts for each in _workload(fleet, part)],
         "network.yaml": [*_network(fleet, parts)],
-        "monitoring.yaml": [*_monitoring(fleet, parts, alerts)],
-        "scaling.yaml": [_scaled(fleet, options)] if _most(fleet) else [],
+        "monitoring.yaml": [*_monitoring(fleet, options, parts, alerts)],
+        "scaling.yaml": [*_scaled(fleet, options, parts)],
         "route.yaml": [_route(fleet)] if fleet.kubernetes.gateway else [],
     }
     return {name: each for name, each in documents.items() if each}
@@ -157,50 +176,74 @@ def objects(
 
 def require_possible(fleet: Fleet, options: ClusterOptions) -> None:
     """Raise FleetError, which names the field."""
-    model, own = fleet.model, fleet.kubernetes
-    if fleet.http:
-        raise FleetError(
-            "http: one address for several models is for machines of yours so far: a file and a namespace "
-            "for each model here, and a gateway before them"
-        )
+    own = fleet.kubernetes
     if fleet.hosts:
         raise FleetError("hosts: Kubernetes chooses the machines: leave hosts out")
-    if model.number is None:
-        raise FleetError("models[0].replicas: how many instances?")
-    if not isinstance(model.frontends, int):
-        raise FleetError("models[0].frontends: a number: Kubernetes chooses the machines")
-    if not exposed([model.http]):
-        port = parse_address(model.http)[1]
-        raise FleetError(f"models[0].http: 0.0.0.0:{port}: {model.http} is reached by nobody else in a pod")
+    for at, (model, each) in enumerate(zip(fleet.models, options.models, strict=True)):
+        _require_model(fleet, f"models[{at}]", model, each)
+    for field, http in fleet.users[:1]:
+        if not exposed([http]):
+            port = parse_address(http)[1]
+            raise FleetError(f"{field}: 0.0.0.0:{port}: {http} is reached by nobody else in a pod")
     if not (fleet.tls or fleet.insecure):
         raise FleetError("tls: pods need tls: true (or insecure: true in a network of yours alone)")
-    if own.scale_to and model.autoscale is not None:
+    if own.scale_to and len(fleet.models) > 1:
+        raise FleetError("kubernetes.scale_to: of several models, autoscale of each says it")
+    if own.scale_to and fleet.model.autoscale is not None:
         raise FleetError("kubernetes.scale_to: models[0].autoscale.max says it")
-    if 0 < own.scale_to < model.number:
+    if fleet.model.number is not None and 0 < own.scale_to < fleet.model.number:
         raise FleetError("kubernetes.scale_to: fewer than models[0].replicas")
     if own.certificates == "cert-manager" and not fleet.tls:
         raise FleetError("kubernetes.certificates: cert-manager needs tls: true")
-    if own.nodes > 1:
-        if model.engine is Engine.SIMULATED:
-            raise FleetError("kubernetes.nodes: a simulated engine is one process")
-        if options.ranks % own.nodes or options.ranks == 1:
-            raise FleetError(
-                f"kubernetes.nodes: {options.ranks} ranks (tensor x pipeline parallel) cannot be divided "
-                f"among {own.nodes} pods"
-            )
-        if not fleet.insecure:
-            raise FleetError(
-                "insecure: true is needed with kubernetes.nodes, even with tls: ranks on several pods speak "
-                "to each other unencrypted (docs/security.md)"
-            )
+    for at, (model, each) in enumerate(zip(fleet.models, options.models, strict=True)):
+        field = "kubernetes.nodes" if model.kubernetes.nodes is None else f"models[{at}].kubernetes.nodes"
+        _require_nodes(fleet, field, model, each)
+
+
+def _require_model(fleet: Fleet, field: str, model: Model, options: ClusterOptions) -> None:
+    if model.number is None:
+        raise FleetError(f"{field}.replicas: how many instances?")
+    if not isinstance(model.frontends, int):
+        raise FleetError(f"{field}.frontends: a number: Kubernetes chooses the machines")
+    if options.prefix[:1].isdigit():
+        raise FleetError(
+            f"{field}.flags: served-model-name: its first name is that of Services, which begin with a letter"
+        )
+
+
+def _require_nodes(fleet: Fleet, field: str, model: Model, options: ClusterOptions) -> None:
+    nodes = fleet.pods_of(model).nodes
+    if nodes == 1:
+        return
+    if model.engine is Engine.SIMULATED:
+        raise FleetError(f"{field}: a simulated engine is one process")
+    if options.ranks % nodes or options.ranks == 1:
+        raise FleetError(
+            f"{field}: {options.ranks} ranks (tensor x pipeline parallel) cannot be divided among {nodes} "
+            "pods"
+        )
+    if not fleet.insecure:
+        raise FleetError(
+            f"insecure: true is needed with {field}, even with tls: ranks on several pods speak "
+            "to each other unencrypted (docs/security.md)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The pods of one kind."""
+    """The pods of one kind: of one model, of one cluster, or of the fleet."""
 
+    # Its name is theirs.
     spec: PartSpec
     count: int
+    # What Kubernetes has to know about them.
+    own: Kubernetes
+    # The options of their model, or of the first one.
+    options: ClusterOptions
+    # What the names of the control services of their cluster begin with.
+    cluster: str = ""
+    # Whether their number is somebody else's to set, and the most of them.
+    most: int = 0
     # Of each, on further pods.
     ranks: _Part | None = None
 
@@ -208,57 +251,99 @@ class _Part:
     def kind(self) -> str:
         return kind_of(self.spec)
 
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
-def _parts(fleet: Fleet, options: ClusterOptions) -> list[_Part]:
-    service, own, model = _service_of(fleet), fleet.kubernetes, fleet.model
-    keys = ["--api-keys", f"{_KEYS}/{KEYS}"] if fleet.keys else []
-    with_keys = replace(options, frontend_arguments=(*options.frontend_arguments, *keys))
-    assert model.number is not None and isinstance(model.frontends, int)
-    bounds = [] if options.bounds is None else [options.bounds]
-    parts = [
-        _Part(service("monitor", "monitor", Tier.CONTROL), 1),
-        _Part(service("migration", "migration", Tier.CONTROL, "--journal", f"{_DATA}/migrations.jsonl"), 1),
-        _Part(
-            service("scheduler", "scheduler", Tier.CONTROL, *scheduler_arguments(bounds)), fleet.schedulers
-        ),
-        _worker(fleet, options, service),
-        _Part(frontend_part(with_keys, service, "frontend", model.http), model.frontends),
-    ]
+
+def _parts(fleet: Fleet, options: ClusterOptions) -> Iterator[_Part]:
+    own = fleet.kubernetes
+    keys = ("--api-keys", f"{_KEYS}/{KEYS}") if fleet.keys else ()
+
+    def of_fleet(spec: PartSpec, count: int, cluster: str = "") -> _Part:
+        return _Part(spec, count, own, options, cluster)
+
     if isinstance(own.etcd, int):
         tls = Path(_TLS) if fleet.tls else None
         command = member_command(
             "etcd", Path("/var/lib/etcd/data"), _member(fleet, _ID), _members(fleet), tls
         )
-        parts.insert(0, _Part(PartSpec("etcd", Tier.ETCD, command, "", role=_role(fleet, "etcd")), own.etcd))
+        yield of_fleet(PartSpec("etcd", Tier.ETCD, command, "", role=_role(fleet, "etcd")), own.etcd)
+    clusters = {fleet.cluster: "", **own_clusters(options)}
+    for cluster, prefix in clusters.items():
+        service = partial(_service, fleet, cluster)
+        journal = f"{_DATA}/migrations.jsonl"
+        following = scheduler_arguments(_bounds_of(fleet, options, cluster))
+        yield of_fleet(service("monitor", f"{prefix}monitor", Tier.CONTROL), 1, prefix)
+        yield of_fleet(
+            service("migration", f"{prefix}migration", Tier.CONTROL, "--journal", journal), 1, prefix
+        )
+        yield of_fleet(
+            service("scheduler", f"{prefix}scheduler", Tier.CONTROL, *following),
+            fleet.schedulers,
+            prefix,
+        )
+    for model, each in zip(fleet.models, options.models, strict=True):
+        cluster = _cluster_of(fleet, each)
+        service, prefix = partial(_service, fleet, cluster), clusters[cluster]
+        yield _worker(fleet, model, each, service, prefix)
+        with_keys = replace(each, frontend_arguments=(*each.frontend_arguments, *keys))
+        if fleet.http and fleet.tls:
+            with_keys = replace(with_keys, line=for_edges(with_keys, _TLS))
+        http = f"0.0.0.0:{HTTP_PORT}" if fleet.http else model.http
+        spec = frontend_part(with_keys, service, f"{each.prefix}frontend", http)
+        assert isinstance(model.frontends, int)
+        yield _Part(spec, model.frontends, fleet.pods_of(model), with_keys, prefix)
+    if fleet.http:
+        arguments = ("--http", fleet.http, *keys)
+        yield of_fleet(_service(fleet, fleet.cluster, "edge", "edge", Tier.EDGE, *arguments), own.edges)
     if own.console:
         command = ["tailrace", "serve", "console", "--http", f"0.0.0.0:{_CONSOLE_PORT}"]
         command += ["--admin", f"scheduler:{PORTS['scheduler']}", "--token-file", f"{_DATA}/console.token"]
         command += ["--tls", _TLS] if fleet.tls else []
-        parts.append(_Part(PartSpec("console", Tier.CONSOLE, command, "", role=_role(fleet, "console")), 1))
-    return parts
+        yield of_fleet(PartSpec("console", Tier.CONSOLE, command, "", role=_role(fleet, "console")), 1)
 
 
 def _role(fleet: Fleet, kind: str) -> str:
     return kind if fleet.tls else ""
 
 
-def _worker(fleet: Fleet, options: ClusterOptions, service: Callable[..., PartSpec]) -> _Part:
-    """Return the pods of the instances."""
+def _cluster_of(fleet: Fleet, options: ClusterOptions) -> str:
+    return options.own.name if options.own else fleet.cluster
+
+
+def _bounds_of(fleet: Fleet, options: ClusterOptions, cluster: str) -> list[Bounds]:
+    """Return the bounds of those models of a cluster whose instances follow their load."""
+    models = [each for each in options.models if _cluster_of(fleet, each) == cluster]
+    return [each.bounds for each in models if each.bounds is not None]
+
+
+def _ports_of(fleet: Fleet) -> dict[str, int]:
+    """Return the gRPC ports of the services, by kind."""
+    return {**PORTS, "edge": EDGE_PORT} if fleet.http else {**PORTS}
+
+
+def _worker(
+    fleet: Fleet, model: Model, options: ClusterOptions, service: Callable[..., PartSpec], cluster: str
+) -> _Part:
+    """Return the pods of a model's instances."""
     arguments = ["--stream-port", str(STREAM_PORT), "--kv-ports", f"{_KV_PORTS[0]}-{_KV_PORTS[-1]}"]
-    nodes, number = fleet.kubernetes.nodes, fleet.model.number
+    own, number = fleet.pods_of(model), model.number
     assert number is not None
     ranks = None
-    if nodes > 1:
-        arguments += ["--nnodes", str(nodes), "--master-addr", _ADDRESS, "--master-port", str(_RANKS_PORT)]
+    if own.nodes > 1:
+        arguments += ["--nnodes", str(own.nodes), "--master-addr", _ADDRESS]
+        arguments += ["--master-port", str(_RANKS_PORT)]
         command = ["tailrace", "serve", "ranks", "--worker", f"{_LEADER}:{_RANKS_PORT}"]
-        ranks = _Part(
-            PartSpec("ranks", Tier.WORKER, [*command, "--node", _NODE, "--insecure"], ""), nodes - 1
-        )
+        spec = PartSpec(f"{options.prefix}ranks", Tier.WORKER, [*command, "--node", _NODE, "--insecure"], "")
+        ranks = _Part(spec, own.nodes - 1, own, options, cluster)
 
     def planned(kind: str, name: str, tier: Tier, *rest: str) -> PartSpec:
         return service(kind, name, tier, *arguments, *rest)
 
-    return _Part(worker_part(options, planned, "worker", range(1)), number, ranks)
+    name = f"{options.prefix}worker"
+    spec = replace(worker_part(options, planned, name, range(1)), name=name)
+    return _Part(spec, number, own, options, cluster, _most(fleet, model), ranks)
 
 
 def _member(fleet: Fleet, name: str) -> Member:
@@ -278,27 +363,23 @@ def endpoints(fleet: Fleet) -> list[str]:
     return given if isinstance(given, list) else [member.client for member in _members(fleet)]
 
 
-def _service_of(fleet: Fleet) -> Callable[..., PartSpec]:
-    """Return what plans a service. Each pod has an address of its own, so that ports are fixed."""
-
-    def service(kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
-        port = PORTS[kind]
-        command = ["tailrace", "serve", kind, "--etcd", ",".join(endpoints(fleet))]
-        command += ["--cluster", fleet.cluster, "--listen", f"0.0.0.0:{port}"]
-        command += ["--metrics", f"0.0.0.0:{port + METRICS_ABOVE}", "--id", _ID, "--advertise", _ADDRESS]
-        command += ["--tls", _TLS] if fleet.tls else []
-        command += ["--insecure"] if fleet.insecure else []
-        environment = span_certificates(_TLS) if fleet.tls else {}
-        return PartSpec(
-            name,
-            tier,
-            [*command, *arguments],
-            f"{_ADDRESS}:{port}",
-            environment=environment,
-            role=_role(fleet, kind),
-        )
-
-    return service
+def _service(fleet: Fleet, cluster: str, kind: str, name: str, tier: Tier, *arguments: str) -> PartSpec:
+    """Plan a service of a cluster. Each pod has an address of its own, so that ports are fixed."""
+    port = _ports_of(fleet)[kind]
+    command = ["tailrace", "serve", kind, "--etcd", ",".join(endpoints(fleet))]
+    command += ["--cluster", cluster, "--listen", f"0.0.0.0:{port}"]
+    command += ["--metrics", f"0.0.0.0:{port + METRICS_ABOVE}", "--id", _ID, "--advertise", _ADDRESS]
+    command += ["--tls", _TLS] if fleet.tls else []
+    command += ["--insecure"] if fleet.insecure else []
+    environment = span_certificates(_TLS) if fleet.tls else {}
+    return PartSpec(
+        name,
+        tier,
+        [*command, *arguments],
+        f"{_ADDRESS}:{port}",
+        environment=environment,
+        role=_role(fleet, kind),
+    )
 
 
 def _object(api: str, kind: str, name: str, fleet: Fleet, namespaced: bool = True, **rest: Any) -> Manifest:
@@ -309,47 +390,46 @@ def _object(api: str, kind: str, name: str, fleet: Fleet, namespaced: bool = Tru
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **rest}
 
 
-def _labels(kind: str) -> dict[str, str]:
-    return {**_PART_OF, _COMPONENT: kind}
+def _labels(part: _Part) -> dict[str, str]:
+    return {**_PART_OF, _COMPONENT: part.name}
 
 
-def _workload(fleet: Fleet, options: ClusterOptions, part: _Part) -> Iterator[Manifest]:
+def _workload(fleet: Fleet, part: _Part) -> Iterator[Manifest]:
     """Yield the pods of a kind, how they are reached, and how many may be away at once."""
-    kind, own = part.kind, fleet.kubernetes
-    selector = {"matchLabels": _labels(kind)}
-    template = {"metadata": {"labels": _labels(kind)}, "spec": _pod(fleet, options, part)}
+    kind, name, own = part.kind, part.name, part.own
+    selector = {"matchLabels": _labels(part)}
+    template = {"metadata": {"labels": _labels(part)}, "spec": _pod(fleet, part)}
     # Who scales sets it.
-    count = {} if kind == "worker" and _most(fleet) else {"replicas": part.count}
+    count = {} if part.most else {"replicas": part.count}
     if part.ranks is not None:
-        yield _leader_set(fleet, options, part.ranks, template, count)
+        yield _leader_set(fleet, part, part.ranks, template, count)
     elif kind in ("etcd", "worker"):
         # A worker keeps its id, and the last one is the first to go.
-        spec: Manifest = {**count, "selector": selector, "serviceName": kind}
+        spec: Manifest = {**count, "selector": selector, "serviceName": name}
         spec["podManagementPolicy"] = "Parallel"
         if kind == "etcd":
             size = {"requests": {"storage": own.storage}}
             claim: Manifest = {"accessModes": ["ReadWriteOnce"], "resources": size}
             claim |= {"storageClassName": own.storage_class} if own.storage_class else {}
             spec["volumeClaimTemplates"] = [{"metadata": {"name": "etcd"}, "spec": claim}]
-        yield _object("apps/v1", "StatefulSet", kind, fleet, spec={**spec, "template": template})
+        yield _object("apps/v1", "StatefulSet", name, fleet, spec={**spec, "template": template})
     else:
         # One more before one less.
         strategy = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
         spec = {**count, "selector": selector, "strategy": strategy, "template": template}
-        yield _object("apps/v1", "Deployment", kind, fleet, spec=spec)
-    # A LeaderWorkerSet has a Service of its own.
-    if kind not in ("migration", "console") and part.ranks is None:
-        yield _reached(fleet, kind)
-    if part.count > 1 or (kind == "worker" and _most(fleet) > 1):
+        yield _object("apps/v1", "Deployment", name, fleet, spec=spec)
+    # A LeaderWorkerSet has a Service of its own, and edges find front ends in etcd.
+    alone = kind in ("migration", "console") or part.ranks is not None
+    if not alone and not (kind == "frontend" and fleet.http):
+        yield _reached(fleet, part)
+    if max(part.count, part.most) > 1:
         budget = {"maxUnavailable": 1, "selector": selector}
-        yield _object("policy/v1", "PodDisruptionBudget", kind, fleet, spec=budget)
+        yield _object("policy/v1", "PodDisruptionBudget", name, fleet, spec=budget)
 
 
-def _leader_set(
-    fleet: Fleet, options: ClusterOptions, ranks: _Part, leader: Manifest, count: Manifest
-) -> Manifest:
+def _leader_set(fleet: Fleet, part: _Part, ranks: _Part, leader: Manifest, count: Manifest) -> Manifest:
     """Return instances that span pods: the first has the engine core, the others its further ranks."""
-    template = {"metadata": {"labels": _labels(ranks.kind)}, "spec": _pod(fleet, options, ranks)}
+    template = {"metadata": {"labels": _labels(ranks)}, "spec": _pod(fleet, ranks)}
     group = {
         "size": ranks.count + 1,
         # Whichever pod is lost, the engine is.
@@ -367,27 +447,27 @@ def _leader_set(
         "rolloutStrategy": rollout,
         "leaderWorkerTemplate": group,
     }
-    return _object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "worker", fleet, spec=spec)
+    return _object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", part.name, fleet, spec=spec)
 
 
-def _reached(fleet: Fleet, kind: str) -> Manifest:
+def _reached(fleet: Fleet, part: _Part) -> Manifest:
     """Return the service in front of pods. Pods find each other in etcd: these are for names, and for
     people."""
-    ports = _ports(fleet, kind)
-    names = {"etcd": ["client", "peer"], "frontend": ["http"]}.get(kind, ["grpc"])
+    kind, ports = part.kind, _ports(part)
+    names = {"etcd": ["client", "peer"], "frontend": ["http"], "edge": ["http"]}.get(kind, ["grpc"])
     spec: Manifest = {
-        "selector": _labels(kind),
+        "selector": _labels(part),
         "ports": [{"name": name, "port": ports[name]} for name in names],
     }
     if kind in ("etcd", "worker"):
         # Members look for each other before they are ready.
         spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
-    if kind == "frontend":
-        spec["type"] = fleet.kubernetes.service
-    return _object("v1", "Service", kind, fleet, spec=spec)
+    if kind in _FOR_USERS:
+        spec["type"] = part.own.service
+    return _object("v1", "Service", part.name, fleet, spec=spec)
 
 
-def _pod(fleet: Fleet, options: ClusterOptions, part: _Part) -> Manifest:
+def _pod(fleet: Fleet, part: _Part) -> Manifest:
     kind = part.kind
     volumes: list[Manifest] = [{"name": "tmp", "emptyDir": {}}]
     mounts: list[Manifest] = [{"name": "tmp", "mountPath": "/tmp"}]
@@ -403,16 +483,16 @@ def _pod(fleet: Fleet, options: ClusterOptions, part: _Part) -> Manifest:
         mount("data", _DATA, {"emptyDir": {}})
     if part.spec.role:
         mount("tls", _TLS, _certificate_volume(kind), read_only=True)
-    if kind == "worker" and _drains(fleet) and fleet.tls:
+    if kind == "worker" and fleet.kubernetes.drain and fleet.tls:
         mount("operator", _OPERATOR_TLS, _certificate_volume(_DRAINER.name), read_only=True)
-    if kind == "frontend" and fleet.keys:
+    if kind in _FOR_USERS and fleet.keys:
         keys = {"secretName": "keys", "defaultMode": 0o440}
         mount("keys", _KEYS, {"secret": keys}, read_only=True)
     if kind in _ENGINES:
         mount("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
     if kind in (*_ENGINES, "frontend") and (claim := fleet.kubernetes.models):
         mount("models", _MODELS, {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}, True)
-    drain_s = fleet.kubernetes.drain if kind == "worker" else _LEAVE_S if kind == "frontend" else 0
+    drain_s = fleet.kubernetes.drain if kind == "worker" else _LEAVE_S if kind in _FOR_USERS else 0
     spec: Manifest = {
         "terminationGracePeriodSeconds": drain_s + stop_s(part.spec) + _MARGIN_S,
         "automountServiceAccountToken": False,
@@ -425,25 +505,21 @@ def _pod(fleet: Fleet, options: ClusterOptions, part: _Part) -> Manifest:
             "fsGroup": _USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_container(fleet, options, part, mounts)],
+        "containers": [_container(fleet, part, mounts)],
         "volumes": volumes,
     }
-    if kind in PORTS or kind == "etcd":
+    if kind in _ports_of(fleet) or kind == "etcd":
         # KV moves between workers: not away from each other's zone.
         spec["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
                 "topologyKey": key,
                 "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": _labels(kind)},
+                "labelSelector": {"matchLabels": _labels(part)},
             }
             for key in (_SPREAD[:1] if kind == "worker" else _SPREAD)
         ]
     return spec
-
-
-def _drains(fleet: Fleet) -> bool:
-    return fleet.kubernetes.drain > 0
 
 
 def _certificate_volume(name: str) -> Manifest:
@@ -456,13 +532,14 @@ def _certificate_volume(name: str) -> Manifest:
     return {"projected": {"defaultMode": 0o440, "sources": sources}}
 
 
-def _container(fleet: Fleet, options: ClusterOptions, part: _Part, mounts: Sequence[Manifest]) -> Manifest:
-    kind, own = part.kind, fleet.kubernetes
+def _container(fleet: Fleet, part: _Part, mounts: Sequence[Manifest]) -> Manifest:
+    kind, own = part.kind, part.own
     prefix = f"{own.registry}/" if own.registry else ""
     image = f"{prefix}tailrace-{'engine' if kind in _WITH_VLLM else 'control'}:{__version__}"
     environment = {**part.spec.environment}
     if kind != "etcd":
-        environment = {**environment_of(options, f"monitor:{PORTS['monitor']}"), **environment}
+        monitor = f"{part.cluster}monitor:{PORTS['monitor']}"
+        environment = {**environment_of(part.options, monitor), **environment}
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
     fields |= {"NODE": f"metadata.labels['{_NODE_LABEL}']"} if kind == "ranks" else {}
     security: Manifest = {
@@ -474,7 +551,7 @@ def _container(fleet: Fleet, options: ClusterOptions, part: _Part, mounts: Seque
         # Memory of RDMA is pinned.
         security["capabilities"]["add"] = ["IPC_LOCK"]
     container: Manifest = {
-        "name": kind,
+        "name": part.name,
         "image": ETCD_IMAGE if kind == "etcd" else image,
         "command": [_escaped(word) for word in part.spec.command],
         "env": [
@@ -487,13 +564,13 @@ def _container(fleet: Fleet, options: ClusterOptions, part: _Part, mounts: Seque
     }
     if kind in (*_ENGINES, "frontend") and own.secret:
         container["envFrom"] = [{"secretRef": {"name": own.secret}}]
-    if ports := _ports(fleet, kind):
+    if ports := _ports(part):
         container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     return {
         **container,
-        **_probes(fleet, options, part),
-        **_before_stop(fleet, kind),
-        "resources": _resources(fleet, options, kind),
+        **_probes(fleet, part),
+        **_before_stop(fleet, part),
+        "resources": _resources(part),
         "securityContext": security,
         "volumeMounts": [*mounts],
     }
@@ -506,27 +583,28 @@ def _escaped(word: str) -> str:
     )
 
 
-def _ports(fleet: Fleet, kind: str) -> dict[str, int]:
+def _ports(part: _Part) -> dict[str, int]:
     """Return the ports of a kind of pod, by their names."""
-    match kind:
+    match part.kind:
         case "etcd":
             return {"client": CLIENT_PORT, "peer": PEER_PORT}
         case "console":
             return {"http": _CONSOLE_PORT}
         case "ranks":
             return {}
-    ports = {"grpc": PORTS[kind], "metrics": PORTS[kind] + METRICS_ABOVE}
-    if kind == "frontend":
-        ports["http"] = parse_address(fleet.model.http)[1]
-    return ports | ({"streams": STREAM_PORT} if kind == "worker" else {})
+    port = parse_address(part.spec.address)[1]
+    ports = {"grpc": port, "metrics": port + METRICS_ABOVE}
+    if http := part.spec.option("--http"):
+        ports["http"] = parse_address(http)[1]
+    return ports | ({"streams": STREAM_PORT} if part.kind == "worker" else {})
 
 
-def _probes(fleet: Fleet, options: ClusterOptions, part: _Part) -> Manifest:
+def _probes(fleet: Fleet, part: _Part) -> Manifest:
     """Return when a pod is started, takes requests, and is to be restarted.
 
     Nothing here ends a process that is slow or without its peers: one that makes no progress ends by itself.
     """
-    kind, ports = part.kind, _ports(fleet, part.kind)
+    kind, ports = part.kind, _ports(part)
     ready: Manifest
     alive: Manifest
 
@@ -548,10 +626,16 @@ def _probes(fleet: Fleet, options: ClusterOptions, part: _Part) -> Manifest:
                 probe = ["python", "-m", "tailrace.service.probe", f"127.0.0.1:{ports['grpc']}"]
                 ready = {"exec": {"command": [*probe, "--tls", _TLS]}}
     start = {"startupProbe": {**ready, **_PROBE, "failureThreshold": _START_TRIES}}
-    if kind == "frontend":
-        alive = page("/health", "http", options.scheme)
-        if options.front is Front.PYTHON:
-            ready = page("/ready", "http", options.scheme)
+    if kind == "edge":
+        ready, alive = page("/ready", "http", "http"), page("/health", "http", "http")
+    if kind == "frontend" and fleet.http and fleet.tls:
+        # It takes nobody without a certificate; edges see whether it answers.
+        alive = {"tcpSocket": {"port": ports["http"]}}
+    elif kind == "frontend":
+        scheme = part.options.scheme
+        alive = page("/health", "http", scheme)
+        if part.options.front is Front.PYTHON:
+            ready = page("/ready", "http", scheme)
         elif not part.spec.role:
             ready = page("/ready", "metrics", "http")
     return {
@@ -561,23 +645,24 @@ def _probes(fleet: Fleet, options: ClusterOptions, part: _Part) -> Manifest:
     }
 
 
-def _before_stop(fleet: Fleet, kind: str) -> Manifest:
+def _before_stop(fleet: Fleet, part: _Part) -> Manifest:
     """Return what happens before SIGTERM, which drains every service."""
     command: list[str] = []
-    if kind == "frontend":
+    if part.kind in _FOR_USERS:
         command = ["sleep", str(_LEAVE_S)]
-    elif kind == "worker" and _drains(fleet):
+    elif part.kind == "worker" and (seconds := fleet.kubernetes.drain):
         tls = f" --tls {_OPERATOR_TLS}" if fleet.tls else ""
-        drain = f'tailrace drain "$POD_NAME" --admin scheduler:{PORTS["scheduler"]}{tls}'
+        admin = f"{part.cluster}scheduler:{PORTS['scheduler']}"
+        drain = f'tailrace drain "$POD_NAME" --admin {admin}{tls}'
         # A drain belongs to the name: the set's next pod of this name would be drained.
-        command = ["sh", "-c", f"{drain} --timeout {fleet.kubernetes.drain}; {drain} --undrain; true"]
+        command = ["sh", "-c", f"{drain} --timeout {seconds}; {drain} --undrain; true"]
     return {"lifecycle": {"preStop": {"exec": {"command": command}}}} if command else {}
 
 
-def _resources(fleet: Fleet, options: ClusterOptions, kind: str) -> Manifest:
-    if kind not in _ENGINES:
-        return _FRONTEND if kind == "frontend" else _SMALL
-    own = fleet.kubernetes
+def _resources(part: _Part) -> Manifest:
+    if part.kind not in _ENGINES:
+        return _FRONTEND if part.kind in _FOR_USERS else _SMALL
+    own, options = part.own, part.options
     gpus = own.gpus
     if gpus is None:
         gpus = options.ranks // own.nodes if options.engine is Engine.VLLM else 0
@@ -604,7 +689,7 @@ def _secrets(fleet: Fleet, certificates: Certificates, keys: str) -> Iterator[Ma
         yield _object("v1", "Secret", "keys", fleet, stringData={KEYS: keys})
 
 
-def _certificates(fleet: Fleet) -> Iterator[Manifest]:
+def _certificates(fleet: Fleet, options: ClusterOptions) -> Iterator[Manifest]:
     """Yield what cert-manager makes the same certificates from as `tailrace certs` does: two authorities,
     and a certificate for each identity."""
     if fleet.kubernetes.certificates != "cert-manager":
@@ -632,7 +717,7 @@ def _certificates(fleet: Fleet) -> Iterator[Manifest]:
         given = {"isCA": True, "commonName": f"Tailrace {name}", "duration": "87600h"}
         yield certificate(name, "self-signed", given, "Never")
         yield issuer(name, {"ca": {"secretName": name}})
-    names = {**identities(fleet), **{each: [] for each in OPERATORS}}
+    names = {**identities(fleet, options), **{each: [] for each in OPERATORS}}
     for identity, hosts in names.items():
         role = identity.role
         serves = role in MEMBERS or role is Role.ETCD
@@ -675,36 +760,36 @@ def _callers(fleet: Fleet, kind: str) -> list[str]:
         for method, allowed in METHODS.items()
         if _SERVED_BY.get(method.split("/")[1].rpartition(".")[2]) == kind
         for role in allowed
-        if role in PORTS
+        if role in _ports_of(fleet)
     }
     if kind == "scheduler":
         roles |= {"console"} if fleet.kubernetes.console else set()
-        roles |= {"worker"} if _drains(fleet) else set()
+        roles |= {"worker"} if fleet.kubernetes.drain else set()
     return sorted(roles)
 
 
 def _network(fleet: Fleet, parts: Sequence[_Part]) -> Iterator[Manifest]:
     """Yield who reaches which ports of each kind of pod; nobody reaches the others."""
     for part in parts:
-        kind = part.kind
-        rules = _rules(fleet, kind)
+        rules = _rules(fleet, part, parts)
         if part.ranks is not None:
             # They use any free ports.
-            rules.append(_rule(["worker", "ranks"]))
-            yield _policy(fleet, "ranks", [_rule(["worker", "ranks"])])
-        yield _policy(fleet, kind, rules)
+            group = [part.name, part.ranks.name]
+            rules.append(_rule(group))
+            yield _policy(fleet, part.ranks, [_rule(group)])
+        yield _policy(fleet, part, rules)
 
 
-def _policy(fleet: Fleet, kind: str, rules: list[Manifest]) -> Manifest:
-    spec = {"podSelector": {"matchLabels": _labels(kind)}, "policyTypes": ["Ingress"], "ingress": rules}
-    return _object("networking.k8s.io/v1", "NetworkPolicy", kind, fleet, spec=spec)
+def _policy(fleet: Fleet, part: _Part, rules: list[Manifest]) -> Manifest:
+    spec = {"podSelector": {"matchLabels": _labels(part)}, "policyTypes": ["Ingress"], "ingress": rules}
+    return _object("networking.k8s.io/v1", "NetworkPolicy", part.name, fleet, spec=spec)
 
 
-def _rule(kinds: Sequence[str] | None, *ports: int | range) -> Manifest:
-    """Return a rule for these ports, or all; `kinds`: of pods that reach them, None: everybody."""
+def _rule(names: Sequence[str] | None, *ports: int | range) -> Manifest:
+    """Return a rule for these ports, or all; `names`: of pods that reach them, None: everybody."""
     rule: Manifest = {}
-    if kinds is not None:
-        component = {"key": _COMPONENT, "operator": "In", "values": [*kinds]}
+    if names is not None:
+        component = {"key": _COMPONENT, "operator": "In", "values": [*names]}
         rule["from"] = [{"podSelector": {"matchLabels": _PART_OF, "matchExpressions": [component]}}]
     if ports:
         rule["ports"] = [
@@ -716,26 +801,42 @@ def _rule(kinds: Sequence[str] | None, *ports: int | range) -> Manifest:
     return rule
 
 
-def _rules(fleet: Fleet, kind: str) -> list[Manifest]:
-    if kind == "etcd":
-        return [_rule(["etcd"], CLIENT_PORT, PEER_PORT), _rule([*PORTS], CLIENT_PORT)]
+def _rules(fleet: Fleet, part: _Part, parts: Sequence[_Part]) -> list[Manifest]:
+    kind, ports = part.kind, _ports(part)
     if kind == "console":
         # For a port forwarded to it.
         return []
-    rules = [_rule(_callers(fleet, kind), PORTS[kind])]
+
+    def of(*kinds: str) -> list[str]:
+        """Return the names of pods of these kinds in the same cluster."""
+        return [each.name for each in _of_kinds(kinds, parts) if each.cluster == part.cluster]
+
+    if kind == "etcd":
+        members = [each.name for each in _of_kinds([*_ports_of(fleet)], parts)]
+        return [_rule(["etcd"], CLIENT_PORT, PEER_PORT), _rule(members, CLIENT_PORT)]
+    rules = []
+    if callers := _callers(fleet, kind):
+        rules.append(_rule(of(*callers), ports["grpc"]))
     # With TLS, Prometheus shows a certificate; without, add a rule for its namespace.
-    rules += [_rule(None, PORTS[kind] + METRICS_ABOVE)] if fleet.tls else []
+    rules += [_rule(None, ports["metrics"])] if fleet.tls else []
     if kind == "worker":
-        rules += [_rule(["frontend"], STREAM_PORT), _rule(["worker"], _KV_PORTS)]
-    if kind == "frontend":
-        rules.append(_rule(None, parse_address(fleet.model.http)[1]))
+        rules += [_rule(of("frontend"), STREAM_PORT), _rule(of("worker"), _KV_PORTS)]
+    if kind in _FOR_USERS:
+        rules.append(_rule(["edge"] if kind == "frontend" and fleet.http else None, ports["http"]))
     return rules
 
 
-def _monitoring(fleet: Fleet, parts: Sequence[_Part], alerts: str) -> Iterator[Manifest]:
+def _of_kinds(kinds: Sequence[str], parts: Sequence[_Part]) -> list[_Part]:
+    """Return the pods of these kinds, in the order of these."""
+    return [part for kind in kinds for part in parts if part.kind == kind]
+
+
+def _monitoring(
+    fleet: Fleet, options: ClusterOptions, parts: Sequence[_Part], alerts: str
+) -> Iterator[Manifest]:
     """Yield what the Prometheus operator reads."""
     for part in parts:
-        if part.kind not in PORTS:
+        if part.kind not in _ports_of(fleet):
             continue
         endpoint: Manifest = {"port": "metrics", "interval": "5s", "scrapeTimeout": "4s"}
         if part.kind == "monitor":
@@ -753,57 +854,69 @@ def _monitoring(fleet: Fleet, parts: Sequence[_Part], alerts: str) -> Iterator[M
         # The label by which alerts and dashboards name a process.
         member = {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "member"}
         endpoint["relabelings"] = [member, {"targetLabel": "job", "replacement": f"tailrace-{part.kind}"}]
-        spec = {"selector": {"matchLabels": _labels(part.kind)}, "podMetricsEndpoints": [endpoint]}
-        yield _object("monitoring.coreos.com/v1", "PodMonitor", part.kind, fleet, spec=spec)
+        if own_clusters(options):
+            # By which alerts tell apart which one lacks a leader.
+            cluster = {"targetLabel": "cluster", "replacement": part.spec.option("--cluster")}
+            endpoint["relabelings"].append(cluster)
+        spec = {"selector": {"matchLabels": _labels(part)}, "podMetricsEndpoints": [endpoint]}
+        yield _object("monitoring.coreos.com/v1", "PodMonitor", part.name, fleet, spec=spec)
     rules = yaml.safe_load(alerts)
     yield _object("monitoring.coreos.com/v1", "PrometheusRule", "alerts", fleet, spec=rules)
 
 
-def _most(fleet: Fleet) -> int:
+def _most(fleet: Fleet, model: Model) -> int:
     """Return the most instances that KEDA starts; 0: their number is fixed."""
-    scale = fleet.model.autoscale
-    return fleet.kubernetes.scale_to if scale is None else scale.max
+    return fleet.kubernetes.scale_to if model.autoscale is None else model.autoscale.max
 
 
-def _scaled(fleet: Fleet, options: ClusterOptions) -> Manifest:
-    """Return KEDA's object for as many instances as the scheduler asks for (docs/scaling.md)."""
-    scale = fleet.model.autoscale
-    least = fleet.model.number if scale is None else scale.min
-    still = {"stabilizationWindowSeconds": 0}
-    trigger = {
-        "type": "prometheus",
-        "metricType": "AverageValue",
-        "metadata": {
-            "serverAddress": fleet.kubernetes.prometheus,
-            "query": f'max(tailrace_desired_instances{{model="{options.model}"}})',
-            "threshold": "1",
-            "ignoreNullValues": "false",
-        },
-    }
-    scaled = ("apps/v1", "StatefulSet")
-    if fleet.kubernetes.nodes > 1:
-        scaled = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
-    spec = {
-        "scaleTargetRef": {"apiVersion": scaled[0], "kind": scaled[1], "name": "worker"},
-        "minReplicaCount": least,
-        "maxReplicaCount": _most(fleet),
-        "pollingInterval": _POLLING_S if least else _POLLING_AT_ZERO_S,
-        # To zero; it is in the metric, too.
-        **({} if least else {"cooldownPeriod": 0}),
-        "advanced": {
-            # The cool-down is in the metric.
-            "horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": still, "scaleDown": still}}
-        },
-        "triggers": [trigger],
-    }
-    return _object("keda.sh/v1alpha1", "ScaledObject", "worker", fleet, spec=spec)
+def _scaled(fleet: Fleet, options: ClusterOptions, parts: Sequence[_Part]) -> Iterator[Manifest]:
+    """Yield KEDA's objects for as many instances as the schedulers ask for (docs/scaling.md)."""
+    for part in parts:
+        if not part.most:
+            continue
+        bounds = part.options.bounds
+        least = part.count if bounds is None else bounds.least
+        # The cool-down is in the metric, that of the model of the cluster which has the shortest one.
+        together = _bounds_of(fleet, options, part.spec.option("--cluster"))
+        shortest_s = min((each.cooldown_s for each in together), default=0.0)
+        hold_s = 0 if bounds is None else round(bounds.cooldown_s - shortest_s)
+        behavior = {
+            "scaleUp": {"stabilizationWindowSeconds": 0},
+            "scaleDown": {"stabilizationWindowSeconds": min(hold_s, _STABILIZATION_MAX_S)},
+        }
+        cluster = f'cluster="{part.spec.option("--cluster")}",' if own_clusters(options) else ""
+        trigger = {
+            "type": "prometheus",
+            "metricType": "AverageValue",
+            "metadata": {
+                "serverAddress": fleet.kubernetes.prometheus,
+                "query": f'max(tailrace_desired_instances{{{cluster}model="{part.options.model}"}})',
+                "threshold": "1",
+                "ignoreNullValues": "false",
+            },
+        }
+        scaled = ("apps/v1", "StatefulSet")
+        if part.ranks is not None:
+            scaled = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+        spec = {
+            "scaleTargetRef": {"apiVersion": scaled[0], "kind": scaled[1], "name": part.name},
+            "minReplicaCount": least,
+            "maxReplicaCount": part.most,
+            "pollingInterval": _POLLING_S if least else _POLLING_AT_ZERO_S,
+            # To zero.
+            **({} if least else {"cooldownPeriod": hold_s}),
+            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+            "triggers": [trigger],
+        }
+        yield _object("keda.sh/v1alpha1", "ScaledObject", part.name, fleet, spec=spec)
 
 
 def _route(fleet: Fleet) -> Manifest:
-    backend = {"name": "frontend", "port": parse_address(fleet.model.http)[1]}
+    to = "edge" if fleet.http else "frontend"
+    backend = {"name": to, "port": parse_address(fleet.users[0][1])[1]}
     # A stream may last as long as it likes.
     rule = {"backendRefs": [backend], "timeouts": {"request": "0s"}}
     namespace, _, name = fleet.kubernetes.gateway.rpartition("/")
     gateway = {"name": name, **({"namespace": namespace} if namespace else {})}
     spec = {"parentRefs": [gateway], "rules": [rule]}
-    return _object("gateway.networking.k8s.io/v1", "HTTPRoute", "frontend", fleet, spec=spec)
+    return _object("gateway.networking.k8s.io/v1", "HTTPRoute", to, fleet, spec=spec)

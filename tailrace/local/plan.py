@@ -161,7 +161,7 @@ def make_plan(
     groups = [(model, group) for model in options.models for group in _groups(model)]
     frontends = sum(model.frontends for model in options.models)
     # Each with what the names of its control services begin with.
-    clusters = {options.cluster: ""} | {model.own.name: model.prefix for model in options.models if model.own}
+    clusters = {options.cluster: "", **own_clusters(options)}
     services = len(clusters) * (2 + options.schedulers) + len(groups) + frontends + bool(options.edge)
     behind = frontends if options.edge else 0
     etcd_port, *ports = free_ports(1 + 2 * services + behind + options.console)
@@ -180,7 +180,7 @@ def make_plan(
             command += ["--tls", certificate_folder(certificates, kind, name)]
         # The first part of a cluster is its monitor.
         monitor = monitors.setdefault(cluster, listen)
-        environment = {} if cluster == options.cluster else _spans(options, monitor)
+        environment = {} if cluster == options.cluster else spans_to(options, monitor)
         part = PartSpec(name, tier, [*command, "--id", name, *arguments], listen, environment)
         if not certificates:
             return part
@@ -252,6 +252,11 @@ def make_plan(
         own=admins,
         scaled=scaled,
     )
+
+
+def own_clusters(options: ClusterOptions) -> dict[str, str]:
+    """Return the clusters of single models, each with what the names of its control services begin with."""
+    return {model.own.name: model.prefix for model in options.models if model.own}
 
 
 def _scaled_models(
@@ -373,10 +378,10 @@ def environment_of(options: ClusterOptions, monitor: str) -> dict[str, str]:
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if options.traces is not None and options.traces != MONITOR_TRACES:
         environment[SPANS] = options.traces
-    return {**environment, **_spans(options, monitor), **options.environment}
+    return {**environment, **spans_to(options, monitor), **options.environment}
 
 
-def _spans(options: ClusterOptions, monitor: str) -> dict[str, str]:
+def spans_to(options: ClusterOptions, monitor: str) -> dict[str, str]:
     """Return the environment that sends spans to the monitor at this address; empty if they go elsewhere."""
     if options.traces != MONITOR_TRACES or SPANS in options.environment:
         return {}

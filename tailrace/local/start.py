@@ -73,10 +73,7 @@ class Starter:
         self._processes: list[PartProcess] = []
         self._failed = False
         self._transport = transport_of(plan.certificates, OPERATOR)
-        # Of a fleet on several hosts, one has this certificate.
-        self._may_set_rights = (
-            bool(plan.certificates) and Path(certificate_folder(plan.certificates, *_ROOT)).exists()
-        )
+        self._may_set_rights = may_set_rights(plan.certificates)
         self._state = RunState(
             etcd=plan.etcd,
             certificates=plan.certificates,
@@ -208,6 +205,11 @@ class Starter:
         except TimeoutError:
             missing = ", ".join(sorted(expected - active))
             raise PartFailed(f"the scheduler does not see {missing}; logs: {self._folder.logs}") from None
+
+
+def may_set_rights(certificates: str) -> bool:
+    """Return whether etcd's root certificate is there: of a fleet on several hosts, one has it."""
+    return bool(certificates) and Path(certificate_folder(certificates, *_ROOT)).exists()
 
 
 async def set_rights(plan: Plan) -> None:

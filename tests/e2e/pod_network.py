@@ -7,6 +7,7 @@ environment, probes and preStop run as they are written.
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import shlex
 import signal
@@ -90,9 +91,7 @@ class Pod:
         programs = f"{Path(sys.executable).parent}:{find_etcd().parent}:{os.environ['PATH']}"
         given = {each["name"]: each.get("value", "") for each in self.container["env"]}
         given |= {"POD_NAME": self.name, "POD_IP": self.address}
-        own = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
-        paths = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
-        return {**own, **given, "PATH": programs, "PYTHONPATH": paths}
+        return {**_own_environment(), **given, "PATH": programs}
 
     def start(self) -> None:
         """Start the container."""
@@ -164,6 +163,12 @@ class Pod:
                 yield ".".join(map(str, reversed(last))), int(port, 16)
 
 
+def _own_environment() -> dict[str, str]:
+    """Return this process's environment, in which others import the same modules from any folder."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")}
+    return {**own, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))}
+
+
 def _connects(address: str, port: int) -> bool:
     try:
         with socket.create_connection((address, port), WAIT_S):
@@ -191,7 +196,9 @@ def _serves(address: str) -> bool:
 def tailrace(folder: Path, *arguments: str) -> str:
     """Run a command there and return what it prints."""
     command = [sys.executable, "-m", "tailrace", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(
+        command, cwd=folder, env=_own_environment(), capture_output=True, text=True, timeout=WAIT_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -233,6 +240,32 @@ def rendered_pods(folder: Path, fleet: Mapping[str, Any]) -> Iterator[dict[str, 
             if pod.process is not None:
                 pod.process.kill()
                 pod.process.wait()
+
+
+def seen_connections(
+    folder: Path, pods: Mapping[str, Pod]
+) -> tuple[set[tuple[str, str, int]], set[tuple[str, str, int]]]:
+    """Return which kinds of pods are connected to which port of which others, and those connections that the
+    network policies do not allow."""
+    kinds = {pod.address: name.rpartition("-")[0] for name, pod in pods.items()}
+    policies = {each["metadata"]["name"]: each["spec"]["ingress"] for each in objects(folder, "network.yaml")}
+    seen = {
+        (kinds[peer], kinds[pod.address], port)
+        for pod in pods.values()
+        for peer, port in pod.connections()
+        if peer in kinds and peer != pod.address
+    }
+    allowed = {
+        each for each in seen if any(_allows(rule, kind=each[0], port=each[2]) for rule in policies[each[1]])
+    }
+    return seen, seen - allowed
+
+
+def _allows(rule: Mapping[str, Any], kind: str, port: int) -> bool:
+    selectors = [each["podSelector"]["matchExpressions"][0]["values"] for each in rule.get("from", [])]
+    ports = rule.get("ports", [])
+    from_it = not selectors or kind in itertools.chain.from_iterable(selectors)
+    return from_it and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports)
 
 
 def _mount_names(folder: Path, pods: Mapping[str, Pod]) -> None:

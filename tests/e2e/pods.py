@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples.fleet import Chat
 from tailrace.tiny.task import task
-from tests.e2e.pod_network import MODEL, PORT, Pod, objects, rendered_pods, tailrace
+from tests.e2e.pod_network import MODEL, PORT, Pod, rendered_pods, seen_connections, tailrace
 from tests.harness.chats import Chats
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
@@ -97,19 +95,8 @@ def _committed(folder: Path, pods: Mapping[str, Pod]) -> list[tuple[str, str]]:
 
 
 def test_policies_allow_the_connections_that_there_are(pods: dict[str, Pod], folder: Path) -> None:
-    kinds = {pod.address: name.rpartition("-")[0] for name, pod in pods.items()}
-    policies = {each["metadata"]["name"]: each["spec"]["ingress"] for each in objects(folder, "network.yaml")}
     _read_console(pods["console-0"])
-    seen = set()
-    for pod in pods.values():
-        for peer, port in pod.connections():
-            if peer in kinds and peer != pod.address:
-                seen.add((kinds[peer], kinds[pod.address], port))
-    refused = {
-        each
-        for each in seen
-        if not any(_allows(rule, kind=each[0], port=each[2]) for rule in policies[each[1]])
-    }
+    seen, refused = seen_connections(folder, pods)
     assert not refused
     assert {("frontend", "worker", 7205), ("worker", "monitor", 7102), ("console", "scheduler", 7101)} <= seen
 
@@ -121,13 +108,6 @@ def _read_console(pod: Pod) -> None:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
         assert "least_loaded" in reply.read().decode()
-
-
-def _allows(rule: Mapping[str, Any], kind: str, port: int) -> bool:
-    selectors = [each["podSelector"]["matchExpressions"][0]["values"] for each in rule.get("from", [])]
-    ports = rule.get("ports", [])
-    from_it = not selectors or kind in itertools.chain.from_iterable(selectors)
-    return from_it and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports)
 
 
 def test_a_front_end_that_is_deleted_finishes_its_streams(pods: dict[str, Pod]) -> None:

@@ -1,6 +1,6 @@
 """Fleets on two hosts, which are network namespaces, from one fleet.yaml.
 
-The tests are in two_hosts.py and two_models.py and run in namespaces of their own.
+The tests are in two_hosts.py, two_models.py and two_policies.py, and run in namespaces of their own.
 """
 
 from __future__ import annotations
@@ -23,3 +23,8 @@ def test_a_fleet_on_two_hosts(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("vllm") is None, reason="keys need vLLM's Python app")
 def test_two_models_on_two_hosts(tmp_path: Path) -> None:
     run_inside(Path(__file__).with_name("two_models.py"), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_policy_of_its_own_on_two_hosts(tmp_path: Path) -> None:
+    run_inside(Path(__file__).with_name("two_policies.py"), tmp_path)

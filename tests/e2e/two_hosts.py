@@ -118,8 +118,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
                 here.run(host, "tailrace", "down")
 
 
-def active(hosts: Hosts) -> set[object]:
-    instances = hosts.figures("get", "instances")["instances"]
+def active(hosts: Hosts, *options: str) -> set[object]:
+    instances = hosts.figures("get", "instances", *options)["instances"]
     return {each["instance_id"] for each in instances if each["state"] == "active"}
 
 

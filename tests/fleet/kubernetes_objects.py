@@ -43,10 +43,27 @@ LARGE: Final = {
         "console": "admin",
     },
 }
+# Two models behind an edge, without TLS, and with Rust; the second has a policy of its own and spans pods.
+EDGE: Final = {
+    "http": "0.0.0.0:8000",
+    "models": [
+        {"model": "org/chat", "replicas": 1, "front": "rust", "flags": {"served-model-name": "chat"}},
+        {
+            "model": "org/coder",
+            "replicas": 1,
+            "flags": {"served-model-name": "coder", "tensor-parallel-size": 4},
+            "slo": {"ttft": "1s"},
+            "kubernetes": {"nodes": 2},
+        },
+    ],
+    "insecure": True,
+    "cluster": "prod",
+}
 FLEETS: Final[Mapping[str, Any]] = {
     "usual": PODS,
     "small": SMALL,
     "large": LARGE,
+    "edge": EDGE,
     **{path.parent.name: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob("*/fleet.yaml")},
 }
 
@@ -57,7 +74,7 @@ def render(content: Any) -> Objects:
         file, options = read(Path(folder), content, common_options)
     paths = {path: b"secret" for name in ("ca.crt", "tls.crt", "tls.key") for path in (name, f"etcd/{name}")}
     made = file.fleet.kubernetes.certificates == "tailrace"
-    certificates = dict.fromkeys(identities(file.fleet) if made else [], paths)
+    certificates = dict.fromkeys(identities(file.fleet, options) if made else [], paths)
     texts = files(objects(file.fleet, options, certificates, '{"keys": []}', ALERTS))
     return {name: [*yaml.safe_load_all(text)] for name, text in texts.items()}
 
@@ -80,7 +97,7 @@ def find(made: Objects, kind: str, name: str) -> dict[str, Any]:
 
 
 def pods(made: Objects) -> dict[str, dict[str, Any]]:
-    """Return the specification of each kind's pods."""
+    """Return the specification of each kind's pods, by the name of their container."""
     return {
         template["spec"]["containers"][0]["name"]: template["spec"]
         for each in made["fleet.yaml"]

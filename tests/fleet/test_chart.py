@@ -68,7 +68,7 @@ def _with_content(value: Any, without: dict[str, Any] | None = None) -> Any:
     return [_with_content(each, without) for each in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "nodes"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "models", "nodes"])
 def test_the_examples_values(tmp_path: Path, name: str) -> None:
     values = yaml.safe_load((EXAMPLES / name / "values.yaml").read_text())
     objects = helm(write(tmp_path, fleet(name)), values)["objects"]
@@ -94,6 +94,18 @@ def test_the_examples_values(tmp_path: Path, name: str) -> None:
             assert find(objects, "ScaledObject", "worker")["spec"]["maxReplicaCount"] == 24
             assert find(objects, "HTTPRoute", "frontend")["spec"]["hostnames"] == ["llm.example.org"]
             assert {"PodMonitor", "PrometheusRule"} <= {each["kind"] for each in objects["monitoring.yaml"]}
+        case "models":
+            assert find(objects, "StatefulSet", "chat-worker")["spec"]["replicas"] == 3
+            assert find(objects, "Deployment", "coder-frontend")["spec"]["replicas"] == 4
+            requests = made["vision-worker"]["containers"][0]["resources"]["requests"]
+            assert requests == {"cpu": "12", "memory": "48Gi", "nvidia.com/gpu": 1}
+            assert find(objects, "Deployment", "edge")["spec"]["replicas"] == 3
+            most = {
+                each["metadata"]["name"]: each["spec"]["maxReplicaCount"] for each in objects["scaling.yaml"]
+            }
+            assert most == {"coder-worker": 8, "vision-worker": 4}
+            assert find(objects, "HTTPRoute", "edge")["spec"]["hostnames"] == ["llm.example.org"]
+            assert find(objects, "Service", "edge")["spec"]["type"] == "ClusterIP"
         case "nodes":
             assert find(objects, "LeaderWorkerSet", "worker")["spec"]["replicas"] == 3
             assert find(objects, "Service", "frontend")["spec"]["type"] == "NodePort"

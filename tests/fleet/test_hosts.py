@@ -61,7 +61,7 @@ def test_a_host_is_found_by_the_others(tmp_path: Path) -> None:
 
 
 def test_no_port_is_used_twice(tmp_path: Path) -> None:
-    models = [
+    models: list[dict[str, Any]] = [
         {
             "model": f"/m{number}",
             "engine": "simulated",
@@ -70,9 +70,10 @@ def test_no_port_is_used_twice(tmp_path: Path) -> None:
         }
         for number, (workers, fronts) in enumerate([(40, 8), (40, 8), (0, 4)])
     ]
+    models[1]["policy"] = models[2]["policy"] = {}
     file, options = read(tmp_path, changed(BEHIND_EDGES, "models", models))
     plan = host_plan(file.fleet, options, "a", INSTALLED)
-    assert len(plan.parts) == 80 + 20 + 5
+    assert len(plan.parts) == 80 + 20 + 5 + 2 * 3
     used: list[int] = []
     found = ports(file.fleet, plan, "a")
     assert found.users == ["8000"]
@@ -395,3 +396,57 @@ def test_where_an_edge_cannot_listen(tmp_path: Path, http: str, message: str) ->
     with pytest.raises(FleetError) as caught:
         plans(tmp_path, changed(BEHIND_EDGES, "http", http))
     assert str(caught.value).startswith(message)
+
+
+# A model with a policy of its own beside one without.
+OWN: Any = changed(BEHIND_EDGES, "models.1.policy", {"name": "pascal"})
+
+
+def test_a_policy_of_its_own_has_services_on_the_control_hosts(tmp_path: Path) -> None:
+    made = plans(tmp_path, {**OWN, "cluster": "prod"})
+    for host, plan in made.items():
+        control = {part.name: part for part in plan.tier(Tier.CONTROL)}
+        kinds = ("monitor", "migration", "scheduler")
+        assert [*control] == [f"{prefix}{kind}-{host}" for prefix in ("", "coder-") for kind in kinds]
+        for name, part in control.items():
+            expected = "prod.coder" if name.startswith("coder-") else "prod"
+            assert option(part, "--cluster") == expected
+            parse_serve(part.command[2:])
+        journals = {option(control[f"{prefix}migration-{host}"], "--journal") for prefix in ("", "coder-")}
+        assert journals == {"/data/migrations.jsonl", "/data/coder-migrations.jsonl"}
+        for part in (*plan.tier(Tier.WORKER), *plan.tier(Tier.FRONTEND)):
+            assert option(part, "--cluster") == ("prod.coder" if part.name.startswith("coder-") else "prod")
+    # An edge serves the clusters that belong to its own.
+    assert {option(part, "--cluster") for plan in made.values() for part in plan.tier(Tier.EDGE)} == {"prod"}
+    assert {plan.admin for plan in made.values()} == {"10.0.0.1:7101,b.example:7101"}
+    (own,) = {tuple(plan.own.items()) for plan in made.values()}
+    schedulers = [part.address for plan in made.values() for part in plan.parts if "coder-sch" in part.name]
+    assert own == (("prod.coder", ",".join(schedulers)),)
+    # Its spans go where its traces are looked for.
+    (monitor,) = (part.address for part in made["a"].parts if part.name == "coder-monitor-a")
+    spans = {
+        part.environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        for plan in made.values()
+        for part in plan.parts
+        if part.name.startswith("coder-")
+    }
+    assert spans == {f"https://{monitor}"}
+    assert made["b"].environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "https://10.0.0.1:7102"
+
+
+def test_control_hosts_alone_have_the_services_of_a_policy(tmp_path: Path) -> None:
+    made = plans(tmp_path, changed(OWN, "control", ["a"]))
+    assert not made["b"].tier(Tier.CONTROL) and made["b"].own == made["a"].own
+    file, options = read(tmp_path, changed(OWN, "control", ["a"]))
+    folder = systemd(file.fleet, options, "a")
+    assert {identity.name for identity in folder.identities} >= {"coder-scheduler-a", "coder-monitor-a"}
+    assert "units/tailrace-coder-scheduler-a.service" in folder.files
+
+
+def test_each_cluster_is_a_label_of_its_targets(tmp_path: Path) -> None:
+    file, options = read(tmp_path, OWN)
+    config = yaml.safe_load(prometheus(file.fleet, options, "groups: []")["prometheus.yml"])
+    labels = [target["labels"] for job in config["scrape_configs"] for target in job["static_configs"]]
+    for each in labels:
+        own = "default.coder" if each["member"].startswith("coder-") else "default"
+        assert each["cluster"] == own

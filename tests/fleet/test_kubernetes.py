@@ -6,7 +6,7 @@ import base64
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ from click.testing import CliRunner
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tailrace.cli.fleet_file import read_fleet_file
+from tailrace.cli.fleet_file import common_options, read_fleet_file
 from tailrace.cli.render import render as cli_render
-from tailrace.fleet.file import FleetError
+from tailrace.fleet.file import Fleet, FleetError
 from tailrace.fleet.kubernetes import OPTIONAL, identities
+from tailrace.local.options import ClusterOptions
 from tailrace.security.access import METHODS
 from tailrace.security.authority import Authority
 from tailrace.security.roles import MEMBERS, Identity, Role
 from tests.deploy.services import longest_s, parse_serve
-from tests.fleet.files import PODS, changed, write
-from tests.fleet.kubernetes_objects import ALERTS, FLEETS, SMALL, check, find, fleet, pods, render
+from tests.fleet.files import PODS, changed, read, write
+from tests.fleet.kubernetes_objects import ALERTS, EDGE, FLEETS, SMALL, check, find, fleet, pods, render
 from tests.waiting import WAIT_S
 
 every_fleet = pytest.mark.parametrize("name", FLEETS)
@@ -69,8 +70,9 @@ def test_pods_run_what_services_take(name: str) -> None:
         for each in made.get("certificates.yaml", [])
         if "secretName" in each["spec"]
     }
-    for kind, spec in pods(made).items():
+    for spec in pods(made).values():
         (container,) = spec["containers"]
+        kind = _kind(container)
         security = container["securityContext"]
         assert security["readOnlyRootFilesystem"] and security["capabilities"]["drop"] == ["ALL"]
         assert spec["securityContext"]["runAsNonRoot"]
@@ -93,6 +95,11 @@ def test_pods_run_what_services_take(name: str) -> None:
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert f"0.0.0.0:{ports['grpc']}" in container["command"]
             assert f"0.0.0.0:{ports['metrics']}" in container["command"]
+
+
+def _kind(container: Mapping[str, Any]) -> str:
+    """Return which service a container is."""
+    return container["command"][2] if container["command"][1] == "serve" else "etcd"
 
 
 def _mounted_secrets(spec: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -142,16 +149,22 @@ def test_pods_of_a_kind_share_a_certificate() -> None:
     assert not any("drain" in name or "console" in name for name in names)
 
 
-def test_cert_manager_makes_the_same_certificates(tmp_path: Path) -> None:
+def _read(folder: Path, content: Any) -> tuple[Fleet, ClusterOptions]:
+    file, options = read(folder, content, common_options)
+    return file.fleet, options
+
+
+@pytest.mark.parametrize("name", ["gpu", "models"])
+def test_cert_manager_makes_the_same_certificates(tmp_path: Path, name: str) -> None:
     authority = Authority.create(tmp_path / "certs")
-    made = identities(read_fleet_file(write(tmp_path, FLEETS["gpu"])).fleet)
+    made = identities(*_read(tmp_path, FLEETS[name]))
     assert {Identity(Role.ADMIN, "drain"), Identity(Role.VIEWER, "console")} <= set(made)
     for identity, hosts in made.items():
         folder = authority.issue(identity, hosts=hosts).folder
         for prefix, path in (("tls", folder), ("etcd", folder / "etcd")):
             if prefix == "etcd" and identity.role not in MEMBERS:
                 continue
-            spec = find(fleet("gpu"), "Certificate", f"{prefix}-{identity.name}")["spec"]
+            spec = find(fleet(name), "Certificate", f"{prefix}-{identity.name}")["spec"]
             expected = x509.load_pem_x509_certificate((path / "tls.crt").read_bytes())
             names = expected.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             assert spec["uris"] == names.get_values_for_type(x509.UniformResourceIdentifier)
@@ -259,8 +272,8 @@ def test_probes_ask_what_each_part_has() -> None:
     assert rust["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 9104, "scheme": "HTTP"}
 
 
-@every_fleet
-def test_each_port_is_for_who_needs_it(name: str) -> None:
+def _reach(name: str) -> Callable[[str, int], set[str]]:
+    """Return what tells which kinds of pods reach a port of a kind; other: everybody."""
     made = fleet(name)
     policies = {each["metadata"]["name"]: each["spec"] for each in made["network.yaml"]}
     assert set(policies) == set(pods(made))
@@ -268,7 +281,6 @@ def test_each_port_is_for_who_needs_it(name: str) -> None:
         assert spec["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == kind
 
     def reach(kind: str, port: int) -> set[str]:
-        """Return the kinds of pods that reach a port; other: everybody."""
         found: set[str] = set()
         for rule in policies[kind]["ingress"]:
             if any(
@@ -280,6 +292,13 @@ def test_each_port_is_for_who_needs_it(name: str) -> None:
                 found |= {*itertools.chain.from_iterable(selectors)} or {"other"}
         return found
 
+    return reach
+
+
+@pytest.mark.parametrize("name", [name for name, content in FLEETS.items() if "http" not in content])
+def test_each_port_is_for_who_needs_it(name: str) -> None:
+    made, reach = fleet(name), _reach(name)
+    policies = {each["metadata"]["name"] for each in made["network.yaml"]}
     drains = "drain" in FLEETS[name].get("kubernetes", {})
     console = "console" in FLEETS[name].get("kubernetes", {})
     assert reach("scheduler", 7101) == {"frontend", "scheduler"} | ({"worker"} if drains else set()) | (
@@ -293,6 +312,111 @@ def test_each_port_is_for_who_needs_it(name: str) -> None:
     assert reach("worker", 9105) == ({"other"} if "tls" in FLEETS[name] else set())
     if "etcd" in policies:
         assert reach("etcd", 2380) == {"etcd"} and "console" not in reach("etcd", 2379)
+
+
+def test_each_port_is_for_those_of_its_cluster() -> None:
+    reach = _reach("models")
+    assert reach("scheduler", 7101) == {
+        "chat-frontend",
+        "vision-frontend",
+        "scheduler",
+        "chat-worker",
+        "vision-worker",
+        "console",
+    }
+    assert reach("coder-scheduler", 7101) == {"coder-frontend", "coder-scheduler", "coder-worker"}
+    assert reach("coder-monitor", 7102) == {
+        f"coder-{kind}" for kind in ("frontend", "migration", "monitor", "scheduler", "worker")
+    }
+    assert "edge" in reach("monitor", 7102) and "coder-worker" not in reach("monitor", 7102)
+    assert reach("coder-worker", 7205) == {"coder-frontend"}
+    # Users reach the edge, and that alone the front ends.
+    assert reach("edge", 8000) == {"other"}
+    assert reach("chat-frontend", 8101) == reach("coder-frontend", 8101) == {"edge"}
+    assert {"edge", "chat-worker", "coder-scheduler"} <= reach("etcd", 2379)
+    assert reach("etcd", 2380) == {"etcd"}
+    span = _reach("edge")
+    assert span("coder-worker", 29600) == set() and span("coder-frontend", 8101) == {"edge"}
+
+
+def test_each_model_has_its_pods() -> None:
+    made = fleet("models")
+    commands = {name: pod["containers"][0]["command"] for name, pod in pods(made).items()}
+
+    def option(name: str, flag: str) -> str:
+        found: str = commands[name][commands[name].index(flag) + 1]
+        return found
+
+    kinds = ("monitor", "migration", "scheduler")
+    models = {f"{model}-{kind}" for model in ("chat", "coder", "vision") for kind in ("worker", "frontend")}
+    assert set(commands) == {"etcd", "edge", "console", *kinds, *(f"coder-{kind}" for kind in kinds), *models}
+    # Those of the model with a policy of its own are in its cluster.
+    clusters = {name: option(name, "--cluster") for name in commands if name not in ("etcd", "console")}
+    assert {name for name, cluster in clusters.items() if cluster == "default.coder"} == {
+        name for name in commands if name.startswith("coder-")
+    }
+    assert set(clusters.values()) == {"default", "default.coder"}
+    assert option("edge", "--http") == "0.0.0.0:8000" and option("chat-frontend", "--http") == "0.0.0.0:8101"
+    assert option("edge", "--api-keys") == option("coder-frontend", "--api-keys")
+    assert "--ssl-cert-reqs" in commands["coder-frontend"] and "--ssl-certfile" not in commands["edge"]
+    # What the fleet's cluster scales, and what the other one does.
+    assert option("scheduler", "--desired-min") == "0" and option("coder-scheduler", "--desired-min") == "1"
+    worker = pods(made)["coder-worker"]["containers"][0]
+    assert "--enable-lora" in worker["command"] and worker["resources"]["requests"]["memory"] == "64Gi"
+    spans = {each["name"]: each.get("value") for each in worker["env"]}
+    assert spans["OTEL_EXPORTER_OTLP_ENDPOINT"] == "https://coder-monitor:7102"
+    drain = worker["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert "--admin coder-scheduler:7101" in drain
+    limits = pods(made)["chat-worker"]["containers"][0]["resources"]["limits"]
+    assert limits == {"memory": "128Gi", "nvidia.com/gpu": 2}
+    edge = pods(made)["edge"]["containers"][0]
+    assert edge["image"].endswith("/tailrace-control:0.1.0")
+    assert edge["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000, "scheme": "HTTP"}
+    # A front end takes nobody without a certificate, not even the kubelet.
+    front_end = pods(made)["chat-frontend"]["containers"][0]
+    assert "exec" in front_end["readinessProbe"] and "tcpSocket" in front_end["livenessProbe"]
+    in_clear = pods(fleet("edge"))["coder-frontend"]["containers"][0]
+    assert in_clear["readinessProbe"]["httpGet"]["port"] == 8101
+    services = {each["metadata"]["name"] for each in made["fleet.yaml"] if each["kind"] == "Service"}
+    assert "edge" in services and not any("frontend" in name for name in services)
+    assert find(made, "Service", "edge")["spec"]["type"] == "LoadBalancer"
+    (rule,) = find(made, "HTTPRoute", "edge")["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": "edge", "port": 8000}]
+    budgets = {each["metadata"]["name"] for each in made["fleet.yaml"] if "Budget" in each["kind"]}
+    assert {"chat-worker", "coder-worker", "vision-worker", "coder-scheduler", "edge"} <= budgets
+    assert "vision-frontend" not in budgets
+
+
+def test_each_model_is_scaled_by_its_own_load() -> None:
+    made = fleet("models")
+    assert {each["metadata"]["name"] for each in made["scaling.yaml"]} == {"coder-worker", "vision-worker"}
+    coder, vision = (find(made, "ScaledObject", f"{name}-worker")["spec"] for name in ("coder", "vision"))
+    assert (coder["minReplicaCount"], coder["maxReplicaCount"]) == (1, 8) and "cooldownPeriod" not in coder
+    assert (vision["minReplicaCount"], vision["cooldownPeriod"]) == (0, 0)
+    assert coder["scaleTargetRef"]["name"] == "coder-worker"
+    query = 'max(tailrace_desired_instances{cluster="default.coder",model="/models/qwen3-coder"})'
+    assert coder["triggers"][0]["metadata"]["query"] == query
+    relabelings = find(made, "PodMonitor", "coder-scheduler")["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    assert {"targetLabel": "cluster", "replacement": "default.coder"} in relabelings
+    assert "replicas" not in find(made, "StatefulSet", "vision-worker")["spec"]
+    assert find(made, "StatefulSet", "chat-worker")["spec"]["replicas"] == 2
+    # In one cluster, the schedulers have the shortest cool-down, and the others wait for the rest.
+    both = changed(FLEETS["models"], "models.1.policy", None)
+    both = changed(changed(both, "models.1.slo", None), "models.1.autoscale.min", 0)
+    made = render(both)
+    vision = find(made, "ScaledObject", "vision-worker")["spec"]
+    behavior = vision["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == vision["cooldownPeriod"] == 300
+    assert find(made, "ScaledObject", "coder-worker")["spec"]["cooldownPeriod"] == 0
+
+
+def test_a_model_may_span_pods_beside_one_that_does_not() -> None:
+    made = fleet("edge")
+    group = find(made, "LeaderWorkerSet", "coder-worker")["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 2
+    limits = group["workerTemplate"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == 2
+    assert find(made, "StatefulSet", "chat-worker")["spec"]["replicas"] == 1
 
 
 def test_every_method_is_some_parts() -> None:
@@ -322,7 +446,6 @@ def test_kubernetes_expands_only_what_is_the_pods_own() -> None:
         ("tls", False, "tls: pods need tls: true"),
         ("kubernetes", {"scale_to": 2}, "kubernetes.scale_to: fewer than"),
         ("models.0.frontends", {}, r"models\[0\].frontends: a number"),
-        ("http", "0.0.0.0:80", "http: one address for several models is for machines of yours so far"),
         ("kubernetes", {"nodes": 2}, "kubernetes.nodes: 1 ranks .* cannot be divided among 2 pods"),
         ("models.0.flags", {"tensor-parallel-size": 2}, "insecure: true is needed with kubernetes.nodes"),
         ("models.0.engine", "simulated", "kubernetes.nodes: a simulated engine is one process"),
@@ -330,9 +453,24 @@ def test_kubernetes_expands_only_what_is_the_pods_own() -> None:
 )
 def test_what_kubernetes_cannot_run(place: str, value: Any, problem: str) -> None:
     content = changed(PODS, "kubernetes.nodes", 2) if "nodes" in problem else PODS
-    content = changed(content, "models.0.http", None) if place == "http" else content
     with pytest.raises(FleetError, match=problem):
         render(changed(content, place, value))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "problem"),
+    [
+        ("models.1.replicas", None, r"models\[1\].replicas: how many instances\?"),
+        ("models.1.frontends", {}, r"models\[1\].frontends: a number"),
+        ("http", "127.0.0.1:8000", "http: 0.0.0.0:8000: 127.0.0.1:8000 is reached by nobody"),
+        ("models.1.kubernetes", {"nodes": 3}, r"models\[1\].kubernetes.nodes: 4 ranks .* among 3 pods"),
+        ("models.1.flags", {"served-model-name": "4o"}, r"models\[1\].flags: served-model-name: its first"),
+        ("kubernetes", {"scale_to": 2}, "kubernetes.scale_to: of several models, autoscale of each says it"),
+    ],
+)
+def test_which_models_kubernetes_cannot_run(place: str, value: Any, problem: str) -> None:
+    with pytest.raises(FleetError, match=problem):
+        render(changed(EDGE, place, value))
 
 
 @pytest.mark.parametrize(
@@ -386,6 +524,18 @@ def test_the_command_writes_a_folder_and_says_what_to_do(tmp_path: Path, kind: s
     run()
     left = {path.name for path in out.rglob("*.yaml")}
     assert not left & {"route.yaml", "scaling.yaml", "certificates.yaml"} and "secrets.yaml" in left
+
+
+def test_each_cluster_gets_its_rights_and_its_policy(tmp_path: Path) -> None:
+    file = write(tmp_path, FLEETS["models"])
+    (tmp_path / "keys.json").write_text('{"keys": []}')
+    done = CliRunner().invoke(cli_render, ["kubernetes", "-f", str(file), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    steps = done.stdout.splitlines()
+    roles = "tailrace etcd-roles --apply --etcd 127.0.0.1:2379 --tls etcd-root"
+    assert [step for step in steps if "etcd-roles" in step] == [roles, f"{roles} --cluster default.coder"]
+    assert "kubectl --namespace llm port-forward service/coder-scheduler 7102:7101 &" in steps
+    assert f"tailrace apply -f {file} --admin 127.0.0.1:7102 --model coder --tls operator" in steps
 
 
 def test_hosts_are_chosen_by_kubernetes() -> None:
