@@ -24,6 +24,7 @@ from tailrace.cli.fleet_file import (
     plans,
     read_fleet_file,
 )
+from tailrace.cli.output import note
 from tailrace.cli.set import policy_text
 from tailrace.cli.up import on_this_machine
 from tailrace.fleet.hosts import ANYWHERE
@@ -109,7 +110,9 @@ def _apply_here(
         raise UsageProblem(
             f"this folder's cluster runs host {state.host or '-'} of its file, not {host or '-'}"
         )
-    options = on_this_machine(options_of(source), source.fleet.model.number)
+    options = on_this_machine(
+        options_of(source), source.fleet.model.number, lambda text: note(f"tailrace apply: {text}")
+    )
     plan = plan_here(options, folder, source, host)
     if bool(plan.certificates) != bool(state.certificates):
         raise UsageProblem(f"tls: {_NOT_NOW}")

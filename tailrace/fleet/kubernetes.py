@@ -167,6 +167,8 @@ def require_possible(fleet: Fleet, options: ClusterOptions) -> None:
         raise FleetError("hosts: Kubernetes chooses the machines: leave hosts out")
     if model.number is None:
         raise FleetError("models[0].replicas: how many instances?")
+    if model.front is Front.BOTH:
+        raise FleetError("models[0].front: both: on one machine only; python, or rust")
     if not isinstance(model.frontends, int):
         raise FleetError("models[0].frontends: a number: Kubernetes chooses the machines")
     if not exposed([model.http]):
@@ -550,7 +552,7 @@ def _probes(fleet: Fleet, options: ClusterOptions, part: _Part) -> Manifest:
     start = {"startupProbe": {**ready, **_PROBE, "failureThreshold": _START_TRIES}}
     if kind == "frontend":
         alive = page("/health", "http", options.scheme)
-        if options.front is Front.PYTHON:
+        if options.front is not Front.RUST:
             ready = page("/ready", "http", options.scheme)
         elif not part.spec.role:
             ready = page("/ready", "metrics", "http")
