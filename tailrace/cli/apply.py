@@ -286,6 +286,14 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
 def require_possible(changes: Changes, running: Sequence[Part]) -> None:
     """Raise UsageProblem for what cannot be changed part by part."""
     specs = {part.name: part.spec for part in running if part.spec is not None}
+    # With an edge, it has the address that front ends have without.
+    ports = {spec.http: spec for spec in specs.values() if spec.http}
+    for new in (*changes.added, *changes.changed):
+        if new.http in ports and ports[new.http].tier is not new.tier:
+            raise UsageProblem(
+                f"{new.name}: {new.http} is {ports[new.http].name}'s; whether there is an edge (front, http) "
+                f"{_NOT_NOW}"
+            )
     for new in changes.changed:
         old = specs[new.name]
         clusters = old.option("--cluster"), new.option("--cluster")
