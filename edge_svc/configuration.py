@@ -140,7 +140,7 @@ class Bounds:
         120.0, "Time for a client to send a request.", "--body-timeout", type=Duration(min=1), rare=True
     )
     start_wait_s: float = setting(
-        180.0,
+        300.0,
         "Time for a request to wait for an API server that is started for it; then it gets 503.",
         "--start-wait",
         type=Duration(min=1, max=3_600),

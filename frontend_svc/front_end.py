@@ -236,8 +236,10 @@ async def _keep(api_server: _ApiServer, engine: FleetEngine, on_woken: Callable[
 
 async def _accepted(http: socket.socket, on_woken: Callable[[], None]) -> None:
     """Call `on_woken` once the API server has accepted the connections that came while it was asleep."""
-    while waiting_connections(http):  # noqa: ASYNC110 - another process accepts
+    while http.fileno() >= 0 and waiting_connections(http):  # noqa: ASYNC110 - another process accepts
         await asyncio.sleep(_POLL_S)
+    if http.fileno() < 0:
+        return  # this front end stops before that
     log.info("the API server answers")
     on_woken()
 

@@ -121,11 +121,13 @@ def test_the_python_app_starts_with_the_first_request_that_needs_it(here: Workin
     assert result.returncode == 0, result.stderr
     names = {part.name for part in here.state().parts}
     assert {"edge", "frontend", "frontend-python"} <= names
-    api = openai.OpenAI(base_url=f"{here.state().http}/v1", api_key="none", timeout=WAIT_S, max_retries=0)
+    api = openai.OpenAI(base_url=f"{here.state().http}/v1", api_key="none", timeout=2 * WAIT_S, max_retries=0)
     log = here.folder.logs / "frontend-python.log"
     assert len(api.completions.create(model="tiny", prompt="x", max_tokens=4).choices) == 1
     assert "the API server starts" not in log.read_text()
-    assert len(api.completions.create(model="tiny", prompt="x", max_tokens=4, n=2).choices) == 2
+    # On a busy machine it takes longer than a request is held: a client tries again.
+    patient = api.with_options(max_retries=100)
+    assert len(patient.completions.create(model="tiny", prompt="x", max_tokens=4, n=2).choices) == 2
     assert "the API server starts" in log.read_text()
     assert api.responses.create(model="tiny", input="x", max_output_tokens=20).usage
     # No model of this kind: the Python app says so.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
@@ -12,6 +14,7 @@ import pytest
 from frontend_svc.settings import Front
 from tests.frontend.front_end_thread import FrontEndThread
 from tests.frontend.test_http import find_vllm_rs
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 2}
@@ -47,6 +50,22 @@ def test_connections_that_come_first_are_answered(front_end: FrontEndThread) -> 
     finally:
         front_end.stop()
     assert not api_servers()
+
+
+def test_it_stops_while_the_api_server_starts(tmp_path: Path) -> None:
+    never = tmp_path / "vllm-rs"
+    never.write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
+    never.chmod(0o755)
+    starting = FrontEndThread(Front.RUST, never, on_demand=True)
+    starting.start()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(complete, starting)
+        wait_until(lambda: bool(api_servers()), "the API server to start")
+        starting.call(starting.shutdown.run_drain())
+        starting.stop()
+        with pytest.raises(httpx.TransportError):
+            waiting.result()
+    assert not starting.woken.is_set() and not api_servers()
 
 
 def test_it_stops_while_it_is_asleep(front_end: FrontEndThread) -> None:
