@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from tailrace.address import format_address
 from tailrace.cli.line_check import vllm_rs_refusal
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.requirements import Missing, require_proxy, vllm_version
@@ -24,7 +25,7 @@ def with_front(options: ClusterOptions, say: Callable[[str], None]) -> ClusterOp
     models = [replace(each, front=_front(each, say)) for each in options.models]
     edge, arguments = options.edge, options.edge_arguments
     if not edge and models[0].front is Front.BOTH:
-        edge = f"{options.host}:{options.port}"
+        edge = format_address(options.host, options.port)
         arguments = (_INSECURE,) if _INSECURE in options.frontend_arguments else ()
     return replace(models[0], others=tuple(models[1:]), edge=edge, edge_arguments=arguments)
 
