@@ -1,7 +1,7 @@
 # `make help` lists the targets. Everything runs in .venv, which scripts/install.sh makes.
 WORKERS ?=
 ENGINE ?= vllm
-FRONT ?= python
+FRONT ?= auto
 PART_MB ?= 60
 PORT ?= 8000
 POLICY ?=
@@ -30,8 +30,8 @@ help:
 
 ##@ A local cluster
 
-install: ## Set up .venv (FRONT=rust: with vLLM's Rust front end)
-	@scripts/install.sh $(if $(filter rust,$(FRONT)),--rust)
+install: ## Set up .venv (FRONT=python: without vLLM's Rust front end)
+	@scripts/install.sh $(if $(filter auto,$(FRONT)),--rust-if-possible,$(if $(filter python,$(FRONT)),,--rust))
 
 up: install ## Start a local cluster and print a working curl command
 	@$(TAILRACE) up $(if $(WORKERS),--workers $(WORKERS)) --engine $(ENGINE) --front $(FRONT) --port $(PORT) \

@@ -29,7 +29,7 @@ MODEL_CHOICE: Final = "/edge/model"
 """Prefix of the path of a question with the body."""
 EDGE: Final = "edge"
 """The cluster of the edge itself."""
-EDGE_CONNECTIONS: Final = 64
+EDGE_CONNECTIONS: Final = 128
 """Most connections of Envoy to the edge, with a question at a time each."""
 OWN_PATHS: Final = ("/v1/models", "/ready", "/health", "/ping")
 """What the edge answers."""
@@ -139,6 +139,13 @@ class Bounds:
     body_timeout_s: float = setting(
         120.0, "Time for a client to send a request.", "--body-timeout", type=Duration(min=1), rare=True
     )
+    start_wait_s: float = setting(
+        300.0,
+        "Time for a request to wait for an API server that is started for it; then it gets 503.",
+        "--start-wait",
+        type=Duration(min=1, max=3_600),
+        rare=True,
+    )
 
 
 DEFAULT_BOUNDS: Final = Bounds()
@@ -152,6 +159,8 @@ class Endpoints:
     addresses: Sequence[str]
     # Those of them that speak HTTPS.
     https: frozenset[str] = frozenset()
+    # Whether their API servers start with the first connection: none may be for a health check.
+    asleep: bool = False
 
 
 def bootstrap(
@@ -163,12 +172,12 @@ def bootstrap(
     the chain and its key, for HTTPS.
     """
     filters = [
-        _ask("model", MODEL_CHOICE, bounds.max_body_bytes),
+        _ask("model", MODEL_CHOICE, bounds.max_body_bytes, bounds.start_wait_s + _ASK_S),
         _filter("router", "router.v3.Router", _ROUTER),
     ]
     if with_keys:
         # First, so that the body of a stranger is not even read.
-        filters.insert(0, _ask("key", KEY_CHECK, 0))
+        filters.insert(0, _ask("key", KEY_CHECK, 0, _ASK_S))
     connections = {
         "@type": f"{_TYPES}.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
         "max_active_downstream_connections": bounds.max_connections,
@@ -216,9 +225,10 @@ def clusters(every: Sequence[Endpoints], folder: Path, *, tls: bool) -> dict[str
 def endpoints(each: Endpoints, ips: Mapping[str, Sequence[str]] = MappingProxyType({})) -> dict[str, Any]:
     """Return the file of a cluster's endpoints. `ips`: of host names; an address that has none is left out,
     since Envoy would refuse the whole file."""
+    unchecked = {"health_check_config": {"disable_active_health_check": True}} if each.asleep else {}
     over_tls: dict[str, Any] = {"metadata": {"filter_metadata": {"envoy.transport_socket_match": _TLS}}}
     lb: list[dict[str, Any]] = [
-        {"endpoint": found} | (over_tls if address in each.https else {})
+        {"endpoint": found | unchecked} | (over_tls if address in each.https else {})
         for address in each.addresses
         if (found := _endpoint(address, ips))
     ]
@@ -389,9 +399,9 @@ def _unasked(*names: str) -> dict[str, Any]:
     }
 
 
-def _ask(name: str, prefix: str, body_bytes: int) -> dict[str, Any]:
+def _ask(name: str, prefix: str, body_bytes: int, timeout_s: float) -> dict[str, Any]:
     service = {
-        "server_uri": {"uri": "http://edge", "cluster": EDGE, "timeout": _seconds(_ASK_S)},
+        "server_uri": {"uri": "http://edge", "cluster": EDGE, "timeout": _seconds(timeout_s)},
         "path_prefix": prefix,
         "authorization_response": {
             "allowed_upstream_headers": _names([CLUSTER]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Final
@@ -13,10 +13,28 @@ import msgspec
 from edge_svc.configuration import Endpoints
 from tailrace.records import AdapterRecord, ServiceRecord
 
-# What vllm-rs answers with 404 or 400 (docs/api-servers.md).
-_SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
-_ONE: Final = frozenset({b"", b"1", b"null"})
+# What vllm-rs lacks (docs/api-servers.md): any other path, and these fields of a body with another value than
+# the named ones. It answers with 404 or 400, or ignores the field.
 _RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+_UNSET: Final = frozenset({b"", b"null"})
+_OFF: Final = _UNSET | {b"false"}
+_RUST_FIELDS: Final[Mapping[str, frozenset[bytes]]] = {
+    "n": _UNSET | {b"1"},
+    "use_beam_search": _OFF,
+    "length_penalty": _UNSET,
+    "spaces_between_special_tokens": _UNSET | {b"true"},
+    "media_io_kwargs": _UNSET,
+    "mm_processor_kwargs": _UNSET,
+    "prompt_embeds": _UNSET,
+    "return_token_offsets": _OFF,
+    "return_prompt_text": _OFF,
+    "return_mm_kwargs": _OFF,
+}
+# A list of prompts in place of one, or of its tokens.
+_SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
+# Of a content part with an image, audio or video: which of them vllm-rs can prepare depends on the model.
+_MEDIA: Final = (b'"image_', b'"audio_', b'"video_', b'"input_audio"')
+_NOTHING: Final = msgspec.Raw(b"")
 # Names that are remembered after their front ends have gone.
 _GONE_MAX: Final = 1_000
 
@@ -25,10 +43,19 @@ class Asked(msgspec.Struct):
     """What a body says about who can answer it."""
 
     model: str | None = None
-    # Whether it is what it should be, front ends say.
-    n: msgspec.Raw = msgspec.Raw(b"")
-    # A text, its tokens, or a list of these.
-    prompt: msgspec.Raw = msgspec.Raw(b"")
+    # A text, its tokens, or a list of these. Whether it is what it should be, as all others, front ends say.
+    prompt: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+    n: msgspec.Raw = _NOTHING
+    use_beam_search: msgspec.Raw = _NOTHING
+    length_penalty: msgspec.Raw = _NOTHING
+    spaces_between_special_tokens: msgspec.Raw = _NOTHING
+    media_io_kwargs: msgspec.Raw = _NOTHING
+    mm_processor_kwargs: msgspec.Raw = _NOTHING
+    prompt_embeds: msgspec.Raw = _NOTHING
+    return_token_offsets: msgspec.Raw = _NOTHING
+    return_prompt_text: msgspec.Raw = _NOTHING
+    return_mm_kwargs: msgspec.Raw = _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +88,23 @@ class Directory:
     gone: frozenset[str] = frozenset()
 
     def after(self, before: Directory) -> Directory:
-        """Return this directory, which also knows what was there before it."""
+        """Return this directory, which also knows what was there before it.
+
+        Requests for a Python app that has gone are to be tried again, rather than refused by vllm-rs.
+        """
         models = {served.model for served in self.names.values()}
         lost = {name for name, served in before.names.items() if served.model not in models}
         gone = sorted((before.gone | lost) - self.names.keys())
-        return replace(self, gone=frozenset(gone[:_GONE_MAX]))
+        names = {name: _with_python(served, before.names.get(name)) for name, served in self.names.items()}
+        return replace(self, names=names, gone=frozenset(gone[:_GONE_MAX]))
+
+    def asleep(self, cluster: str) -> Sequence[str]:
+        """Return the addresses of a cluster's front ends if each starts its API server with the first
+        connection, and has not yet; nothing if one answers, or there is none."""
+        for each in self.clusters:
+            if each.cluster == cluster:
+                return each.addresses if each.asleep else ()
+        return ()
 
     def find(self, name: str | None) -> Served | None:
         """Return who serves a name, or the only model if none is given; None if nobody does."""
@@ -84,9 +123,8 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
     names: dict[str, Served] = {}
     clusters: list[Endpoints] = []
     for model, front_ends in sorted(by_model.items()):
-        rust = [each.http_address for each in front_ends if each.api_server == "rust"]
-        python = [each.http_address for each in front_ends if each.api_server != "rust"]
-        https = frozenset(each.http_address for each in front_ends if each.https)
+        rust = [each for each in front_ends if each.api_server == "rust"]
+        python = [each for each in front_ends if each.api_server != "rust"]
         served = Served(
             model,
             model,
@@ -95,16 +133,16 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             _cluster(model, "python", python),
         )
         clusters += [
-            Endpoints(name, tuple(dict.fromkeys(addresses)), https.intersection(addresses))
-            for name, addresses in ((served.rust, rust), (served.python, python))
-            if name
+            _endpoints(name, each) for name, each in ((served.rust, rust), (served.python, python)) if name
         ]
         names[model] = served
         for name in sorted({name for each in front_ends for name in each.names}):
             names.setdefault(name, replace(served, name=name))
     for adapter in sorted(adapters, key=lambda each: each.key):
         if (served_model := names.get(adapter.model)) is not None:
-            names.setdefault(adapter.name, replace(served_model, name=adapter.name))
+            # One that was loaded at run time: no other vllm-rs knows it.
+            only = replace(served_model, rust="") if served_model.python else served_model
+            names.setdefault(adapter.name, replace(only, name=adapter.name))
     return Directory(names, tuple(clusters))
 
 
@@ -123,11 +161,28 @@ def merged(directories: Iterable[Directory]) -> Directory:
     return Directory(names, tuple(clusters))
 
 
-def _cluster(model: str, kind: str, addresses: list[str]) -> str:
-    """Return a name that is fit for a file, which no two models share."""
-    return f"{kind}-{blake2b(model.encode(), digest_size=16).hexdigest()}" if addresses else ""
+def _with_python(served: Served, before: Served | None) -> Served:
+    if served.python or before is None or before.model != served.model:
+        return served
+    return replace(served, python=before.python)
+
+
+def _cluster(model: str, kind: str, front_ends: Sequence[ServiceRecord]) -> str:
+    """Return a name that is fit for a file, which no two models share; empty without front ends."""
+    return f"{kind}-{blake2b(model.encode(), digest_size=16).hexdigest()}" if front_ends else ""
+
+
+def _endpoints(cluster: str, front_ends: Sequence[ServiceRecord]) -> Endpoints:
+    """Return where these listen: those that are awake, if there are any."""
+    awake = [each for each in front_ends if not each.asleep]
+    used = awake or front_ends
+    addresses = tuple(dict.fromkeys(each.http_address for each in used))
+    https = frozenset(each.http_address for each in used if each.https)
+    return Endpoints(cluster, addresses, https, asleep=not awake)
 
 
 def _rust_can(path: str, asked: Asked) -> bool:
-    several = _SEVERAL.match(asked.prompt) is not None
-    return path in _RUST_PATHS and bytes(asked.n) in _ONE and not several
+    messages = bytes(asked.messages)
+    if path not in _RUST_PATHS or _SEVERAL.match(asked.prompt) or any(word in messages for word in _MEDIA):
+        return False
+    return all(bytes(getattr(asked, name)) in values for name, values in _RUST_FIELDS.items())

@@ -22,6 +22,7 @@ from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, Bounds, boo
 from edge_svc.directory import Directory, directory, merged
 from edge_svc.hosts import Hosts
 from edge_svc.proxy import Proxy
+from edge_svc.waking import Waker
 from edge_svc.web import Answers
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.bounded import shown
@@ -131,12 +132,14 @@ class Follower:
     def __init__(self, members: Membership, store: Store, proxy: Proxy) -> None:
         self._members = members
         self._proxy = proxy
-        self._changed = asyncio.Event()
+        self._unread = asyncio.Event()
         self._hosts = Hosts()
-        self.below = ModelClusters(store, FRONT_ENDS, ADAPTERS, changed=self._changed.set)
+        self.below = ModelClusters(store, FRONT_ENDS, ADAPTERS, changed=self._unread.set)
         self.directory = Directory({}, ())
+        # Set with the next change, which brings another event.
+        self.changed = asyncio.Event()
         self._hidden: list[str] = []
-        members.add_listener(self._changed.set)
+        members.add_listener(self._unread.set)
 
     async def route(self) -> bool:
         """Read the members once; return False if a front end's host was not found. Raise OSError."""
@@ -150,6 +153,8 @@ class Follower:
         found = await self._hosts.find(address for each in new.clusters for address in each.addresses)
         self.directory = new.after(self.directory)
         self._proxy.route(new.clusters, self._hosts.ips)
+        self.changed.set()
+        self.changed = asyncio.Event()
         return found
 
     async def run(self) -> None:
@@ -159,12 +164,12 @@ class Follower:
             # Names are looked up again, too: a front end that has moved registers anew.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if found else _FIND_S):
-                    await self._changed.wait()
-            self._changed.clear()
+                    await self._unread.wait()
+            self._unread.clear()
             try:
                 found = await self.route()
             except OSError:
-                self._changed.set()
+                self._unread.set()
                 raise
 
 
@@ -193,7 +198,8 @@ async def serve(
             loops["certificate"] = lambda: follow_certificate(credentials, proxy)
         await follower.route()
         await stack.enter_async_context(supervised(loops))
-        answers = Answers(lambda: follower.directory, keys, settings.bounds, service.registry)
+        waker = Waker(follower, settings.bounds.start_wait_s)
+        answers = Answers(lambda: follower.directory, keys, settings.bounds, service.registry, waker.wake)
         # A path or a header may be as long as Envoy allows.
         longest = settings.bounds.max_header_kib << 10
         runner = web.AppRunner(answers.app(), access_log=None, max_line_size=longest, max_field_size=longest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -44,8 +44,11 @@ class Answers:
         keys: KeyFile | None,
         bounds: Bounds,
         registry: CollectorRegistry,
+        wake: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
-        """`keys`: without, everybody is served."""
+        """`keys`: without, everybody is served. `wake(cluster)`: return whether it answers, after it was
+        started if it is asleep; without, none is."""
+        self._wake = wake
         self._directory = directory
         self._keys = keys
         self._bounds = bounds
@@ -127,8 +130,16 @@ class Answers:
         if served is None:
             self._requests.labels("no model").inc()
             return self._unknown(asked.model)
+        cluster = served.cluster(path, asked)
+        if request.method == "OPTIONS" and served.rust:
+            # Any of them answers it: none is started for it.
+            cluster = served.rust
+        if self._wake is not None and not await self._wake(cluster):
+            self._requests.labels("refused").inc()
+            message = "The API server that can answer this is being started: try again."
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
         self._requests.labels("sent on").inc()
-        return web.Response(headers={CLUSTER: served.cluster(path, asked)})
+        return web.Response(headers={CLUSTER: cluster})
 
     def _unknown(self, model: str | None) -> web.Response:
         directory = self._directory()

@@ -1,6 +1,6 @@
 """Restart every process of the local cluster, one after another, under load: no client may see an error.
 
-    tailrace up --frontends 2
+    tailrace up --frontends 2 --front python
     .venv/bin/python -m examples.rolling_restart            # SIGTERM, as `systemctl restart` does
     .venv/bin/python -m examples.rolling_restart --kill     # kill -9
 
@@ -316,7 +316,7 @@ def local_cluster() -> Iterator[tuple[RunFolder, RunState]]:
         with folder.locked():
             state = folder.read()
             if state is None or not state.ready:
-                sys.exit("no local cluster runs here: tailrace up --frontends 2 starts one")
+                sys.exit("no local cluster runs here: tailrace up --frontends 2 --front python starts one")
             yield folder, state
     except (RunFolderBusy, RunFolderUnusable, PartFailed) as problem:
         sys.exit(str(problem))

@@ -103,6 +103,9 @@ class FleetEngine:
         self._on_demand = on_demand = settings.wait_limits.instance_s > 0.0
         self._gate = AdmissionGate(admission, settings.wait_limits.place_s, on_demand)
         self._stuck = asyncio.Event()
+        self._expects_api_server = asyncio.Event()
+        if not settings.on_demand:
+            self._expects_api_server.set()
         self._first_hello: asyncio.Future[worker_pb2.WorkerHello] = asyncio.get_running_loop().create_future()
         # What the attached instances last said of their engines.
         self._engines: dict[str, worker_pb2.EngineState] = {}
@@ -147,8 +150,13 @@ class FleetEngine:
             await self._chooser.close()
             self._socket.close()
 
+    def expect_api_server(self) -> None:
+        """Connect to an API server that is started on demand: it runs from now on."""
+        self._expects_api_server.set()
+
     async def _serve(self) -> None:
         self._update_admission()
+        await self._expects_api_server.wait()
         async with supervised({"first instance": self._ask_for_first} if self._on_demand else {}):
             hello = await self._first_hello
         try:

@@ -127,12 +127,13 @@ class EngineCoreSocket:
     """Own the two sockets of engine core 0."""
 
     def __init__(self, input_path: Path, output_path: Path, on_stuck: Callable[[], None]) -> None:
-        """Connect to unix sockets. `on_stuck` is called when the API server has stopped reading."""
+        """Take the paths of unix sockets, to which `announce` connects. `on_stuck` is called when the API
+        server has stopped reading."""
         self._context = zmq.asyncio.Context(io_threads=1)
         self._input = self._context.socket(zmq.DEALER)
         self._input.setsockopt(zmq.IDENTITY, ENGINE_IDENTITY)
         self._input.setsockopt(zmq.RCVHWM, 0)
-        self._input.connect(f"ipc://{input_path}")
+        self._input_address = f"ipc://{input_path}"
         self._output = PushSocket(str(output_path), on_stuck)
         self.send = self._output.send
         self.unread_bytes = self._output.unread_bytes
@@ -144,6 +145,7 @@ class EngineCoreSocket:
         Waits until the API server has started. Raise OSError or HandshakeFailed.
         """
         await self._output.connect()
+        self._input.connect(self._input_address)
         await self._input.send(ready_response)
 
     async def receive(

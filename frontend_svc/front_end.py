@@ -18,7 +18,13 @@ from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import AdmissionFlag, Readiness
 from frontend_svc.answers.coordinator import AnswerCoordinator
 from frontend_svc.api_server.launch import python_launch, rust_launch
-from frontend_svc.api_server.sockets import EngineSockets, is_listening, stop_accepting
+from frontend_svc.api_server.sockets import (
+    EngineSockets,
+    first_connection,
+    is_listening,
+    stop_accepting,
+    waiting_connections,
+)
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import ServedModel
@@ -38,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # Seconds between two checks whether the API server listens.
 _POLL_S: Final = 0.05
+# Connections that wait for an API server that is asleep, as many as the system allows.
+_BACKLOG: Final = 4_096
 # Time beyond the drain timeout for closing the listener and for work that the timeout does not bound.
 _MARGIN_S: Final = 5.0
 # Time for the API server to send the last events of the streams that did not finish.
@@ -66,12 +74,14 @@ async def run_front_end(
     on_models: Callable[[frozenset[str]], None] = lambda models: None,
     answers: AnswerCoordinator | None = None,
     adapters: SharedAdapters | None = None,
+    on_woken: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until cancelled.
 
     `set_serving(True)` is awaited once users can connect, `set_serving(False)` when the drain begins: nothing
     new is accepted, and streams have `settings.drain_timeout_s` to finish. `readiness` is kept up to date.
-    `on_models`, `answers` and `adapters`: see FleetEngine.
+    `on_models`, `answers` and `adapters`: see FleetEngine. `on_woken()` is called once an API server that was
+    started on demand answers.
 
     Raise ApiServerExited, ApiServerStuck or OSError; none of them leaves a process behind.
     """
@@ -81,11 +91,13 @@ async def run_front_end(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-frontend-")))
         readiness.admission = admission = AdmissionFlag(folder / "admission")
         adapters_path = None if adapters is None else adapters.follow(folder / "adapters")
-        api_server: Child | None = None
+        api_server: _ApiServer | None = None
         if settings.front is not Front.NONE:
-            with EngineSockets.bind(folder) as sockets:
-                launch = _launch(settings, http, sockets, admission.path, adapters_path)
-                api_server = await Child.launch(launch.command, launch.env, launch.fds)
+            sockets = stack.enter_context(EngineSockets.bind(folder))
+            launch = _launch(settings, http, sockets, admission.path, adapters_path)
+            api_server = _ApiServer(http, sockets, launch)
+            if not settings.on_demand:
+                await api_server.start()
         engine = FleetEngine(
             settings,
             members,
@@ -103,10 +115,28 @@ async def run_front_end(
         try:
             with shutdown.draining(drain.run, settings.drain_timeout_s + _MARGIN_S):
                 async with supervised({"wait for listen": drain.announce}):
-                    await first_ended(engine.run(), *([] if api_server is None else [_watch(api_server)]))
+                    own = [] if api_server is None else [_keep(api_server, engine, on_woken)]
+                    await first_ended(engine.run(), *own)
         finally:
-            if api_server is not None:
-                await api_server.stop()
+            if api_server is not None and api_server.child is not None:
+                await api_server.child.stop()
+
+
+class _ApiServer:
+    """The API server, which runs or is started by the first connection."""
+
+    def __init__(self, http: socket.socket, sockets: EngineSockets, launch: Launch) -> None:
+        self.http = http
+        self._sockets = sockets
+        self._launch = launch
+        # None: it is asleep.
+        self.child: Child | None = None
+
+    async def start(self) -> Child:
+        """Start it; it has its sockets from then on. Raise OSError."""
+        self.child = await Child.launch(self._launch.command, self._launch.env, self._launch.fds)
+        self._sockets.close()
+        return self.child
 
 
 class _Drain:
@@ -116,12 +146,13 @@ class _Drain:
         self,
         settings: Settings,
         http: socket.socket,
-        api_server: Child | None,
+        api_server: _ApiServer | None,
         engine: FleetEngine,
         set_serving: Callable[[bool], Awaitable[None]],
         readiness: Readiness,
     ) -> None:
-        """`api_server` None: another process runs it, and cannot be told from here to stop accepting."""
+        """`api_server` None: another process runs it, and cannot be told from here to stop accepting.
+        Without a child, it is asleep, and there are no streams."""
         self._timeout_s = settings.drain_timeout_s
         self._http = http
         self._api_server = api_server
@@ -131,8 +162,8 @@ class _Drain:
 
     async def announce(self) -> None:
         """Report serving once users can connect."""
-        # The socket is shared with the child, which is the one to call listen(): there is no event to wait
-        # for.
+        # The socket is shared with the child, which calls listen() if it is not started on demand: there is
+        # no event to wait for.
         while self._api_server is not None and not is_listening(self._http):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         self._readiness.serving = True
@@ -156,18 +187,19 @@ class _Drain:
             await self._end_streams()
 
     async def _finish(self) -> bool:
-        if self._api_server is None:
+        child = None if self._api_server is None else self._api_server.child
+        if child is None:
             return await self._engine.wait_idle(self._timeout_s)
         await stop_accepting(self._http)
         # The socket listens as long as any process has it open.
         self._http.close()
-        return await self._api_server.finish(self._timeout_s)
+        return await child.finish(self._timeout_s)
 
     async def _end_streams(self) -> None:
         """End the streams that are left with an error, and wait until their clients have it."""
         self._engine.end_streams()
-        if self._api_server is not None:
-            await self._api_server.finish(_FAREWELL_S)
+        if self._api_server is not None and self._api_server.child is not None:
+            await self._api_server.child.finish(_FAREWELL_S)
 
 
 def _launch(
@@ -190,10 +222,35 @@ def _launch(
     return python_launch(spec, http, sockets, admission)
 
 
-async def _watch(api_server: Child) -> None:
+async def _keep(api_server: _ApiServer, engine: FleetEngine, on_woken: Callable[[], None]) -> None:
+    """Start the API server when the first connection comes, if it is asleep, and wait until it exits by
+    itself. Raise ApiServerExited or OSError."""
+    if api_server.child is not None:
+        await _watch(api_server.child)
+        return
+    api_server.http.listen(_BACKLOG)
+    await first_connection(api_server.http)
+    log.info("the first connection: the API server starts")
+    child = await api_server.start()
+    engine.expect_api_server()
+    async with supervised({"wait for accept": lambda: _accepted(api_server.http, on_woken)}):
+        await _watch(child)
+
+
+async def _accepted(http: socket.socket, on_woken: Callable[[], None]) -> None:
+    """Call `on_woken` once the API server has accepted the connections that came while it was asleep."""
+    while http.fileno() >= 0 and waiting_connections(http):  # noqa: ASYNC110 - another process accepts
+        await asyncio.sleep(_POLL_S)
+    if http.fileno() < 0:
+        return  # this front end stops before that
+    log.info("the API server answers")
+    on_woken()
+
+
+async def _watch(child: Child) -> None:
     """Wait until the API server exits by itself. Raise ApiServerExited."""
-    status = await api_server.wait()
-    if api_server.finishing:
+    status = await child.wait()
+    if child.finishing:
         await asyncio.get_running_loop().create_future()
     if status == ARGUMENTS_REFUSED:
         raise ArgumentsRefused("the API server refused its arguments")
@@ -208,32 +265,37 @@ _RETRY_S: Final = 1.0
 
 
 class Announcer:
-    """Publish in etcd which models this front end is connected to; changes during a write go into the next
-    one."""
+    """Publish in etcd which models this front end is connected to, and whether its API server is asleep;
+    changes during a write go into the next one."""
 
     def __init__(self, registration: Registration, record: ServiceRecord) -> None:
         self._registration = registration
         self._record = record
-        self._models: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
     def set_models(self, models: frozenset[str]) -> None:
         """Set the model keys to publish. Does not wait."""
-        if models != self._models:
-            self._models = models
+        self._publish(msgspec.structs.replace(self._record, connected_models=sorted(models)))
+
+    def woke(self) -> None:
+        """Publish that the API server answers. Does not wait."""
+        self._publish(msgspec.structs.replace(self._record, asleep=False))
+
+    def _publish(self, record: ServiceRecord) -> None:
+        if record != self._record:
+            self._record = record
             self._changed.set()
 
     async def run(self) -> None:
-        """Write the front end's record when its models change, until cancelled."""
+        """Write the front end's record when it changes, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            record = msgspec.structs.replace(self._record, connected_models=sorted(self._models))
             try:
-                await self._registration.update(msgspec.json.encode(record))
+                await self._registration.update(msgspec.json.encode(self._record))
                 await asyncio.sleep(_PAUSE_S)
             except StoreUnavailable as error:
-                log.warning("cannot publish the connected models to etcd: %s", error)
+                log.warning("cannot publish this front end to etcd: %s", error)
                 # The registration writes its value again once etcd is back; by then it may be outdated.
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)

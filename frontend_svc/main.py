@@ -24,6 +24,7 @@ from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import Readiness
 from frontend_svc.answers.service import answers_servicer, keep_answers
 from frontend_svc.api_server.middleware import READY_PATH, unready_body
+from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, BodyLimits, ConnectionLimits
 from frontend_svc.engine import ApiServerStuck
@@ -74,6 +75,8 @@ def command(common: CommonOptions, settings: Settings, arguments: Sequence[str])
         require_files(settings.model, line.flags)
     except ModelFolderError as error:
         raise click.BadParameter(str(error), param_hint="--model") from error
+    if settings.vllm_rs is not None:
+        _check_vllm_rs(settings.vllm_rs, settings.line)
     run_service(lambda shutdown: serve(common, settings, shutdown))
 
 
@@ -94,6 +97,8 @@ def _check(common: CommonOptions, settings: Settings) -> None:
             else "requires --api-keys"
         )
         raise click.UsageError(f"--fair-backlog: {problem}")
+    if settings.on_demand and settings.front is Front.NONE:
+        raise click.UsageError("--on-demand: with --front none, another process starts the API server")
     if settings.front is not Front.PYTHON:
         if settings.keep_answers_s:
             raise click.UsageError(
@@ -103,6 +108,16 @@ def _check(common: CommonOptions, settings: Settings) -> None:
             {**options_of(BodyLimits), **options_of(ConnectionLimits)},
             "has no effect without --front python: nothing else applies it",
         )
+
+
+def _check_vllm_rs(executable: Path, line: VllmLine) -> None:
+    """Raise click.UsageError if vllm-rs refuses flags, click.ClickException if it does not run."""
+    try:
+        problem = vllm_rs.refusal(executable, flags_to_json(line.without("config").flags))
+    except OSError as error:
+        raise click.ClickException(f"vllm-rs: {error}") from error
+    if problem:
+        raise click.UsageError(problem)
 
 
 def _with_defaults(settings: Settings) -> Settings:
@@ -164,12 +179,13 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             names=[*settings.names],
             api_server=settings.front.value,
             https="ssl_certfile" in settings.line.flags,
+            asleep=settings.on_demand,
             answers=setting,
         )
         # Before the HTTP port is bound: a second front end on it must recognise this one as a member.
         registration = await stack.enter_async_context(service.announced(record))
         announcer = Announcer(registration, record)
-        await stack.enter_async_context(supervised({"announces models": announcer.run}))
+        await stack.enter_async_context(supervised({"announces the front end": announcer.run}))
         tracing = service.tracing
         traces = RequestTraces(tracing.tracer(KIND), common.member_id) if tracing.enabled else None
 
@@ -194,6 +210,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 announcer.set_models,
                 answers,
                 adapters,
+                announcer.woke,
             )
         except (ApiServerExited, ApiServerStuck) as error:
             if isinstance(error, ArgumentsRefused):

@@ -122,6 +122,12 @@ class Settings:
         "vLLM's API server: its Python app, vllm-rs, or none (run one yourself, see --ipc).",
         type=OneOf(Front),
     )
+    on_demand: bool = setting(
+        False,
+        "Start the API server when the first connection comes; it waits until it is answered.",
+        is_flag=True,
+        rare=True,
+    )
     model: str = setting("", "Model folder or name.  [default: the tiny reasoning model]", metavar="PATH")
     # Flags of `vllm serve` for the API server.
     line: VllmLine = NO_LINE

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv ready: engine, KV transport, etcd, generated protos. Safe to run again; quick when nothing is to do.
 #
-#   scripts/install.sh [--rust] [--vllm VERSION]
+#   scripts/install.sh [--rust | --rust-if-possible] [--vllm VERSION]
 #
-#   --rust           also fetch vLLM's Rust front end into .venv/bin/vllm-rs (a 19 MB download)
+#   --rust           also fetch vLLM's Rust front end into .venv/bin/vllm-rs (a 19 MB download); --rust-if-possible:
+#                    go on without it where it cannot be fetched
 #   --vllm VERSION   with another vLLM than the pinned one, in build/vllm-VERSION instead of .venv
 #
 # PYTHON names the interpreter (default python3). The log of the last pip run is install.log in the environment.
@@ -19,12 +20,13 @@ venv=.venv
 while (($#)); do
   case "$1" in
     --rust) rust=yes ;;
+    --rust-if-possible) rust=try ;;
     --vllm)
       [[ ${2:-} =~ ^[0-9]+(\.[0-9a-z]+)+$ ]] || fail "--vllm wants a version, such as 0.31.0"
       vllm=$2 venv=build/vllm-$2
       shift
       ;;
-    *) fail "unknown option $1 (there are --rust and --vllm VERSION)" ;;
+    *) fail "unknown option $1 (there are --rust, --rust-if-possible and --vllm VERSION)" ;;
   esac
   shift
 done
@@ -110,8 +112,11 @@ if [[ ! -e tailrace/v1/__init__.py || -n $(find protos scripts/gen_protos.py -ne
   "$venv/bin/python" scripts/gen_protos.py
 fi
 
-if [[ $rust == yes && ! -x $venv/bin/vllm-rs ]]; then
+if [[ $rust != no && ! -x $venv/bin/vllm-rs ]]; then
   say "fetching vLLM's Rust front end"
-  "$venv/bin/python" -m tailrace.service.vllm_rs "$PWD/$venv/bin/vllm-rs"
+  if ! "$venv/bin/python" -m tailrace.service.vllm_rs "$PWD/$venv/bin/vllm-rs"; then
+    [[ $rust == try ]] || exit 1
+    say "going on without it: vLLM's Python app serves alone"
+  fi
 fi
 say "ready: $venv ($engine engine, etcd from $etcd)"

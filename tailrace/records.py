@@ -105,8 +105,10 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     # and vLLM's API server (python, rust); empty: an earlier version.
     names: list[_Name] = []
     api_server: str = ""
-    # Front ends only: whether the HTTP address speaks HTTPS.
+    # Front ends only: whether the HTTP address speaks HTTPS, and whether the API server there starts with the
+    # first connection, and has not yet.
     https: bool = False
+    asleep: bool = False
     # Front ends only: digest of everything besides the log that a kept answer depends on. Front ends with
     # equal digests can continue each other's answers. Empty: answers are not kept.
     answers: str = ""

@@ -22,7 +22,8 @@ from tailrace.local.ports import free_ports
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _START_S: Final = 300
 _RESTARTS_S: Final = 3_600
-_UP: Final = ("--engine", "simulated", "--workers", "3", "--schedulers", "2", "--frontends", "2")
+_FRONTS: Final = ("--frontends", "2", "--front", "python")
+_UP: Final = ("--engine", "simulated", "--workers", "3", "--schedulers", "2", *_FRONTS)
 # Slow enough that most streams are in progress when a process is restarted.
 _ENGINES: Final = ("--sim", "speed=0.5")
 

@@ -65,6 +65,10 @@ class EngineSockets(AbstractContextManager["EngineSockets"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close them here; an API server that has inherited them keeps them."""
         self.input.close()
         self.output.close()
 
@@ -114,6 +118,17 @@ def is_listening(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
+async def first_connection(listening: socket.socket) -> None:
+    """Wait until somebody connects to a listening socket."""
+    loop = asyncio.get_running_loop()
+    connected = asyncio.Event()
+    loop.add_reader(listening.fileno(), connected.set)
+    try:
+        await connected.wait()
+    finally:
+        loop.remove_reader(listening.fileno())
+
+
 # Close a listening socket that several processes share without a client noticing.
 #
 # Closing a listening socket resets the connections that the kernel has completed but nobody has accepted yet.
@@ -157,10 +172,10 @@ async def stop_accepting(listening: socket.socket) -> None:
     try:
         async with asyncio.timeout(_ACCEPT_S):
             # Another process accepts: there is no event to wait for.
-            while _pending_connections(listening):  # noqa: ASYNC110
+            while waiting_connections(listening):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        log.warning("%d connections were not accepted in time", _pending_connections(listening))
+        log.warning("%d connections were not accepted in time", waiting_connections(listening))
     await asyncio.sleep(_HANDSHAKE_S)
 
 
@@ -171,7 +186,8 @@ def _drop_syns(listening: socket.socket) -> None:
     listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
 
 
-def _pending_connections(listening: socket.socket) -> int:
+def waiting_connections(listening: socket.socket) -> int:
+    """Return how many connections to a listening socket nobody has accepted yet."""
     info = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     unacked: int = struct.unpack_from("I", info, _UNACKED_OFFSET)[0]
     return unacked

@@ -115,7 +115,9 @@ def _apply_here(
         raise UsageProblem(
             f"this folder's cluster runs host {state.host or '-'} of its file, not {host or '-'}"
         )
-    options = on_this_machine(options_of(source), source.fleet.model.number)
+    options = on_this_machine(
+        options_of(source), source.fleet.model.number, lambda text: note(f"tailrace apply: {text}")
+    )
     plan = plan_here(options, folder, source, host)
     if bool(plan.certificates) != bool(state.certificates):
         raise UsageProblem(f"tls: {_NOT_NOW}")
@@ -308,6 +310,14 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
 def require_possible(changes: Changes, running: Sequence[Part]) -> None:
     """Raise UsageProblem for what cannot be changed part by part."""
     specs = {part.name: part.spec for part in running if part.spec is not None}
+    # With an edge, it has the address that front ends have without.
+    ports = {spec.http: spec for spec in specs.values() if spec.http}
+    for new in (*changes.added, *changes.changed):
+        if new.http in ports and ports[new.http].tier is not new.tier:
+            raise UsageProblem(
+                f"{new.name}: {new.http} is {ports[new.http].name}'s; whether there is an edge (front, http) "
+                f"{_NOT_NOW}"
+            )
     for new in changes.changed:
         old = specs[new.name]
         clusters = old.option("--cluster"), new.option("--cluster")

@@ -94,7 +94,7 @@ def _parts(file: FleetFile) -> dict[str, list[PartSpec]]:
     """Return the parts on each host; of a file without hosts, on ports from 20000."""
     options = options_of(file)
     if not file.fleet.hosts:
-        here = on_this_machine(options, file.fleet.model.number)
+        here = on_this_machine(options, file.fleet.model.number, lambda text: note(f"{file.path}: {text}"))
         plan = make_plan(here, lambda count: range(20000, 20000 + count), _etcd, ["tailrace"], ".run/data")
         return {"this machine": [*plan.parts]}
     installed = Installation(["tailrace"], "etcd", "/var/lib/tailrace", "/etc/tailrace/tls")

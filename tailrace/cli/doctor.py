@@ -124,7 +124,8 @@ def doctor(
         folder=RunFolder.default().path,
     )
     flags = chain.from_iterable(map(_flags, served))
-    findings = [*check_host(host), *flags, *_clusters(admin, own, shared, cluster)]
+    ended = [] if cluster is None else _ended(cluster)
+    findings = [*check_host(host), *flags, *ended, *_clusters(admin, own, shared, cluster)]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if output is Output.JSON:
         print_json({"findings": [asdict(finding) for finding in findings], "problems": problems})
@@ -154,6 +155,15 @@ def _flags(options: ClusterOptions) -> Iterator[Finding]:
         problem = error.message
     mend = "tailrace up --help=all lists vLLM's, --help=NAME says what one takes"
     yield Finding("flags", Verdict.PROBLEM, problem, mend) if problem else ok("flags", "vLLM takes them")
+
+
+def _ended(state: RunState) -> Iterator[Finding]:
+    """Yield the processes of this folder's cluster that have ended by themselves."""
+    scaled = {name for each in state.scaled for name in each.names}
+    for part in state.staying:
+        if part.name not in scaled and not part.identity.alive():
+            mend = f"tailrace restart {part.name}; {part.log} may say why"
+            yield Finding(part.name, Verdict.PROBLEM, "it has ended", mend)
 
 
 def _own_admins(fleet: Fleet, options: ClusterOptions) -> dict[str, str]:

@@ -20,7 +20,7 @@ from tailrace.fleet.file import Fleet, FleetError, Model, read_fleet
 from tailrace.fleet.folders import CERTIFICATES
 from tailrace.fleet.hosts import Installation, host_plan, members
 from tailrace.local.certificates import ETCD_SERVER, certificate_folder
-from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, OwnCluster
+from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, Front, OwnCluster
 from tailrace.local.plan import Plan, make_plan
 from tailrace.local.ports import free_ports
 from tailrace.local.state import RunFolder
@@ -111,7 +111,7 @@ def _with_model(file: FleetFile, options: ClusterOptions, number: int) -> Cluste
     options = replace(
         options,
         engine=model.engine,
-        front=model.front,
+        front=Front.PYTHON if model.front is Front.AUTO and file.fleet.hosts else model.front,
         model=model.model,
         host=host,
         port=port,

@@ -23,6 +23,7 @@ from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.requirements import vllm_version
 from tailrace.service import vllm_rs
 from tailrace.service.runtime import only_checking
+from tailrace.tiny import MODEL_PATH
 
 # Loading vLLM on a busy machine, and from a slow disk.
 _TIMEOUT_S: Final = 300.0
@@ -54,19 +55,38 @@ def refusal(options: ClusterOptions) -> str:
     """
     line = [*options.line.arguments]
     common = ["--model", options.model]
-    front = ["--http", format_address(options.host, options.port), "--front", options.front.value]
+    http = format_address(options.host, options.port)
     lines = []
     # First what takes no vLLM.
-    if options.front is Front.PYTHON or vllm_rs.find() is not None:
-        lines.append(_Line("frontend", [*front, *common, *options.frontend_arguments, *line]))
+    for front in _fronts(options.front):
+        if front is Front.PYTHON or vllm_rs.find() is not None:
+            served = ["--http", http, "--front", front.value]
+            lines.append(_Line("frontend", [*served, *common, *options.frontend_arguments, *line]))
     if options.engine is Engine.SIMULATED or vllm_version():
         engine = ["--engine", options.engine.value]
         lines.append(_Line("worker", [*engine, *common, *options.worker_arguments, *line]))
     if needs_vllm(options):
         # vllm-rs has other parsers, and the simulated engine reads few flags.
-        kind = _API_SERVER if options.front is Front.PYTHON else _FLAGS
+        kind = _FLAGS if options.front is Front.RUST else _API_SERVER
         lines.append(_Line(kind, [options.model, *options.line.without("host", "port").arguments]))
     return _checked(lines, options.environment)
+
+
+def _fronts(front: Front) -> tuple[Front, ...]:
+    match front:
+        case Front.BOTH:
+            return (Front.RUST, Front.PYTHON)
+        case Front.RUST:
+            return (Front.RUST,)
+    return (Front.PYTHON,)
+
+
+def vllm_rs_refusal(options: ClusterOptions) -> str:
+    """Return why a front end with vllm-rs would refuse what the options' first model is given; empty if it
+    would not. Whether users may reach it, and what its model is, is another question."""
+    arguments = ["--front", Front.RUST.value, "--model", str(MODEL_PATH), "--insecure"]
+    given = [*options.frontend_arguments, *options.line.without("host", "port").arguments]
+    return _problem(_Check([_Line("frontend", [*arguments, *given])], []))
 
 
 def _checked(lines: Sequence[_Line], environment: Mapping[str, str]) -> str:

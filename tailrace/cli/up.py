@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,9 +34,10 @@ from tailrace.cli.fleet_file import (
 from tailrace.cli.line import TINY_ARGUMENTS, count, with_line
 from tailrace.cli.line_check import needs_vllm, refusal
 from tailrace.cli.output import note
+from tailrace.cli.up_front import with_front
 from tailrace.fleet.hosts import control_hosts
 from tailrace.local.certificates import issue_certificates
-from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, Engine, Front
+from tailrace.local.options import LOCAL_WORKERS_MAX, MONITOR_TRACES, ClusterOptions, Engine
 from tailrace.local.plan import Plan, Tier
 from tailrace.local.ports import LOOPBACK, PortUnavailable, require_free
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
@@ -47,7 +48,6 @@ from tailrace.local.requirements import (
     require_installed,
     require_proxy,
     visible_gpus,
-    vllm_version,
 )
 from tailrace.local.start import Settings, Starter
 from tailrace.local.state import RunFolder, RunFolderBusy, RunFolderUnusable, RunState
@@ -120,11 +120,12 @@ def up(
         raise UsageProblem("--on: names a host of a --file")
     else:
         options = replace(
-            _with_front(_with_addresses(with_line(options, arguments))),
+            _with_addresses(with_line(options, arguments)),
             policy_parameters=_policy_parameters(options.policy, assignments),
             traces=None if no_traces else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", MONITOR_TRACES),
         )
-    options = replace(on_this_machine(options, workers), console=not no_console and _has_console())
+    options = on_this_machine(options, workers, lambda text: note(f"tailrace up: {text}"))
+    options = replace(options, console=not no_console and _has_console())
     folder = RunFolder.default()
     try:
         with folder.locked():
@@ -155,19 +156,15 @@ def _with_addresses(options: ClusterOptions) -> ClusterOptions:
     return options
 
 
-def _with_front(options: ClusterOptions) -> ClusterOptions:
-    """Return the options with vllm-rs as the API server, if none is named and only that one can run here."""
-    named = click.get_current_context().get_parameter_source("front") is not ParameterSource.DEFAULT
-    if named or options.engine is not Engine.SIMULATED or vllm_version():
-        return options
-    return replace(options, front=Front.RUST)
+def on_this_machine(
+    options: ClusterOptions, workers: int | None, say: Callable[[str], None] | None = None
+) -> ClusterOptions:
+    """Return the options with this machine's cores and GPUs, a number of workers that suits them, and the API
+    servers that can run here.
 
-
-def on_this_machine(options: ClusterOptions, workers: int | None) -> ClusterOptions:
-    """Return the options with this machine's cores and GPUs, and a number of workers that suits them.
-
-    `workers`: of the first model, if that is given.
+    `workers`: of the first model, if that is given; `say`: see with_front.
     """
+    options = with_front(options, say or (lambda text: None))
     cores, earlier = len(os.sched_getaffinity(0)), 0
     given = [workers, *(model.workers for model in options.others)]
     models = []

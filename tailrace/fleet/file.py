@@ -153,7 +153,13 @@ class Model(_Section, frozen=True):
     http: Annotated[str, Meta(description="HOST:PORT of the OpenAI API on each host with front ends.")] = (
         f"{_DEFAULTS.host}:{_DEFAULTS.port}"
     )
-    front: Annotated[Front, Meta(description="vLLM's API server: python, or rust.")] = _DEFAULTS.front
+    front: Annotated[
+        Front,
+        Meta(
+            description="vLLM's API server: python, rust, or on one machine both, with an edge; auto: both "
+            "on one machine that can run them, otherwise python."
+        ),
+    ] = _DEFAULTS.front
     engine: Annotated[Engine, Meta(description="vllm, or simulated.")] = _DEFAULTS.engine
     policy: Annotated[
         Policy | None,
@@ -494,6 +500,9 @@ def _check(fleet: Fleet) -> None:
 
 
 def _check_models(fleet: Fleet) -> None:
+    for at, each in enumerate(fleet.models):
+        if each.front is Front.BOTH and fleet.hosts:
+            raise FleetError(f"models[{at}].front: both: on one machine only; python, or rust")
     if len(fleet.models) > 1 and not fleet.http:
         raise FleetError("http: several models need HOST:PORT of one address for all")
     for at, each in enumerate(fleet.models):
@@ -512,7 +521,7 @@ def _check_models(fleet: Fleet) -> None:
             raise FleetError(f"models[{at}].http: {fleet.http} is the address of all models")
         if tls := [name for name in each.flags if re.match(_HTTPS, name)]:
             raise FleetError(f"models[{at}].flags: {tls[0]}: users reach the edge, not the front ends")
-        if fleet.keys and each.front is Front.RUST:
+        if fleet.keys and each.front in (Front.RUST, Front.BOTH):
             raise FleetError(f"models[{at}].front: vllm-rs knows no keys of tenants: python")
         first = names.setdefault(each.served_name, at)
         if first != at:

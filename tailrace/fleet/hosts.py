@@ -275,7 +275,7 @@ def for_edges(options: ClusterOptions, folder: str) -> VllmLine:
     own = ["--ssl-certfile", f"{folder}/{CERTIFICATE}", "--ssl-keyfile", f"{folder}/{KEY}"]
     others = ["--ssl-ca-certs", f"{folder}/{AUTHORITIES}", "--ssl-cert-reqs", "2"]
     # vllm-rs refuses it, and reads the files at startup only.
-    renewal = ["--enable-ssl-refresh"] if options.front is Front.PYTHON else []
+    renewal = ["--enable-ssl-refresh"] if options.front is not Front.RUST else []
     return options.line.adding(*own, *others, *renewal)
 
 

@@ -203,6 +203,8 @@ def require_possible(fleet: Fleet, options: ClusterOptions) -> None:
 def _require_model(fleet: Fleet, field: str, model: Model, options: ClusterOptions) -> None:
     if model.number is None:
         raise FleetError(f"{field}.replicas: how many instances?")
+    if model.front is Front.BOTH:
+        raise FleetError(f"{field}.front: both: on one machine only; python, or rust")
     if not isinstance(model.frontends, int):
         raise FleetError(f"{field}.frontends: a number: Kubernetes chooses the machines")
     if options.prefix[:1].isdigit():
@@ -634,7 +636,7 @@ def _probes(fleet: Fleet, part: _Part) -> Manifest:
     elif kind == "frontend":
         scheme = part.options.scheme
         alive = page("/health", "http", scheme)
-        if part.options.front is Front.PYTHON:
+        if part.options.front is not Front.RUST:
             ready = page("/ready", "http", scheme)
         elif not part.spec.role:
             ready = page("/ready", "metrics", "http")

@@ -34,8 +34,13 @@ LOCAL_WORKERS_MAX: Final = 500
 
 
 class Front(enum.StrEnum):
-    """The API server of the front ends: vLLM's Python or Rust one."""
+    """The API servers of the front ends: vLLM's Python app, its Rust one, or both behind an edge, where the
+    Python app is started when a request needs it."""
 
+    # Both on one machine that can run them, unless something is asked for that only the Python app has; on
+    # several machines python.
+    AUTO = "auto"
+    BOTH = "both"
     PYTHON = "python"
     RUST = "rust"
 
@@ -78,10 +83,10 @@ class ClusterOptions:
     # The policy's parameters that differ from their defaults.
     policy_parameters: Mapping[str, str] = field(default_factory=dict)
     front: Front = setting(
-        Front.PYTHON,
-        "vLLM's API server: its Python app or vllm-rs.",
+        Front.AUTO,
+        "vLLM's API server: its Python app, vllm-rs, or both, behind an edge: the Python app starts when a "
+        "request needs it; auto: both where they can run.",
         type=OneOf(Front),
-        show_default="python; rust with simulated engines where vLLM is not installed",
     )
     host: str = setting(
         LOOPBACK, "HTTP address; beyond loopback it requires API keys (or --insecure).", metavar="HOST"

@@ -136,6 +136,8 @@ _PROFILE_TIMEOUT_S = 150.0
 """Additional timeout for a simulated worker to be profiled, or to wait for another one's profiling."""
 
 
+ON_DEMAND: Final = "--on-demand"
+"""Of a front end whose API server starts with its first connection."""
 SPANS: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 # Of a scheduler (tailrace/scaling.py).
 _WINDOW_S = 60.0
@@ -159,10 +161,11 @@ def make_plan(
     the command that runs `tailrace`; `data`: folder for the parts' data.
     """
     groups = [(model, group) for model in options.models for group in _groups(model)]
-    frontends = sum(model.frontends for model in options.models)
+    frontends = sum(model.frontends + (model.front is Front.BOTH) for model in options.models)
     # Each with what the names of its control services begin with.
     clusters = {options.cluster: "", **own_clusters(options)}
     services = len(clusters) * (2 + options.schedulers) + len(groups) + frontends + bool(options.edge)
+    # Behind an edge, the HTTP ports of front ends, too.
     behind = frontends if options.edge else 0
     etcd_port, *ports = free_ports(1 + 2 * services + behind + options.console)
     etcd = f"{LOOPBACK}:{etcd_port}"
@@ -227,11 +230,16 @@ def make_plan(
     ]
     http = options.edge or f"{options.host}:{options.port}"
     for model in options.models:
+        of_model = services_of[model.prefix]
+        first = replace(model, front=Front.RUST) if model.front is Front.BOTH else model
         for number in range(model.frontends):
             # An edge sees of each whether it answers.
             listen = next(addresses) if options.edge else http
             name = _numbered(f"{model.prefix}frontend", number, model.frontends)
-            parts.append(frontend_part(model, services_of[model.prefix], name, listen))
+            parts.append(frontend_part(first, of_model, name, listen))
+        if model.front is Front.BOTH:
+            name = f"{model.prefix}frontend-python"
+            parts.append(frontend_part(model, of_model, name, next(addresses), ON_DEMAND))
     if options.edge:
         edge = service_in(options.cluster, "edge", "edge", Tier.EDGE, "--http", http, *options.edge_arguments)
         parts.append(replace(edge, http=f"http://{http}"))
@@ -341,10 +349,12 @@ def worker_part(
 
 
 def frontend_part(
-    options: ClusterOptions, service: Callable[..., PartSpec], name: str, http: str
+    options: ClusterOptions, service: Callable[..., PartSpec], name: str, http: str, *more: str
 ) -> PartSpec:
-    """Plan a front end; `service` as for workers."""
-    arguments = ["--http", http, "--front", options.front.value, "--model", options.model]
+    """Plan a front end, with vllm-rs if `front` says so, else with the Python app; `service` as for workers,
+    `more`: options of it alone."""
+    front = Front.RUST if options.front is Front.RUST else Front.PYTHON
+    arguments = ["--http", http, "--front", front.value, "--model", options.model, *more]
     if "served_model_name" not in options.line.flags:
         arguments += ["--served-model-name", options.served_name]
     arguments += [*options.frontend_arguments, *options.line.arguments]
@@ -352,7 +362,7 @@ def frontend_part(
     return replace(
         part,
         http=f"{options.scheme}://{http}",
-        heavy=options.front is Front.PYTHON,
+        heavy=front is Front.PYTHON and ON_DEMAND not in more,
         timeout_s=_VLLM_TIMEOUT_S,
     )
 

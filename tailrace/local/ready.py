@@ -10,7 +10,7 @@ from typing import Final
 import grpc
 
 from tailrace.local.certificates import OPERATOR, transport_of
-from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.plan import ON_DEMAND, PartSpec, Tier
 from tailrace.local.process import PartFailed, PartProcess
 from tailrace.local.progress import Progress, Step
 from tailrace.security.credentials import CERTIFICATE, KEY
@@ -99,7 +99,8 @@ def _check(spec: PartSpec, transport: Transport) -> None:
         return
     role = Role(spec.role) if spec.role else Role.WORKER
     check_grpc(spec.address, "", _TIMEOUT_S, transport, role)
-    if spec.http:
+    # A check would start an API server that is to be started by users.
+    if spec.http and ON_DEMAND not in spec.command:
         # This path needs no API key. Whoever signed the certificate of users' port, the port is ours.
         context = ssl._create_unverified_context()
         if isinstance(transport, TlsTransport):

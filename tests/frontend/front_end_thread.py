@@ -36,8 +36,13 @@ DRAIN_S = 30.0
 class FrontEndThread:
     """Front end in a thread. Users connect to `url`; change `members` only through `call`."""
 
-    def __init__(self, front: Front, vllm_rs: Path, worker: EchoWorker | None = None) -> None:
+    def __init__(
+        self, front: Front, vllm_rs: Path, worker: EchoWorker | None = None, on_demand: bool = False
+    ) -> None:
         self.front = front
+        self._on_demand = on_demand
+        # Set once an API server that is started on demand answers.
+        self.woken = threading.Event()
         self.url = ""
         self.worker = worker or EchoWorker("w0")
         # Large enough for a usual prompt, small enough that a test can exceed it.
@@ -99,6 +104,7 @@ class FrontEndThread:
                     frontend_id="f0",
                     http="",
                     front=self.front,
+                    on_demand=self._on_demand,
                     model=str(MODEL_PATH),
                     line=VllmLine.read(
                         ["--served-model-name", "tiny", "--reasoning-parser", REASONING_PARSER]
@@ -123,6 +129,7 @@ class FrontEndThread:
                         self._set_serving,
                         self.readiness,
                         self.shutdown,
+                        on_woken=self.woken.set,
                     )
                 finally:
                     await channels.close()

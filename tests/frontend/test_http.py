@@ -19,9 +19,11 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
+from edge_svc.directory import Asked, directory
 from frontend_svc.admission import NO_INSTANCE
 from frontend_svc.api_server.http_protocol import RequestIds
 from frontend_svc.settings import Front
+from tailrace.records import ServiceRecord
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire import NIL
@@ -126,6 +128,80 @@ def test_completions_with_n(front_end: FrontEndThread, client: openai.OpenAI) ->
     reply = client.completions.create(model="tiny", prompt="x", max_tokens=6, n=2)
     assert [choice.text for choice in reply.choices] == [f"<think>{THOUGHT[:5]}"] * 2
     assert {choice.finish_reason for choice in reply.choices} == {"length"}
+
+
+PROMPT = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+# Beyond what other tests have.
+TAKEN: list[tuple[str, dict[str, object]]] = [
+    (
+        COMPLETIONS,
+        {**PROMPT, "n": 1, "use_beam_search": False, "seed": 7, "echo": True},
+    ),
+    (COMPLETIONS, {**PROMPT, "prompt": [120, 121], "stop": ["["], "logit_bias": {"7": 1}, "min_p": 0.1}),
+    (COMPLETIONS, {**PROMPT, "ignore_eos": True, "stop_token_ids": [3], "cache_salt": "a", "user": "["}),
+    (CHATS, {**CHAT, "n": None, "top_k": 5, "repetition_penalty": 1.1, "response_format": {"type": "text"}}),
+    (
+        CHATS,
+        {**CHAT, "chat_template_kwargs": {"a": 1}, "include_reasoning": False, "skip_special_tokens": False},
+    ),
+    (CHATS, {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
+    ("/tokenize", {"model": "tiny", "messages": HELLO}),
+    ("/detokenize", {"model": "tiny", "tokens": [120]}),
+]
+LACKED: list[tuple[str, dict[str, object]]] = [
+    (COMPLETIONS, {**PROMPT, "n": 2}),
+    (COMPLETIONS, {**PROMPT, "prompt": ["x", "y"]}),
+    (COMPLETIONS, {**PROMPT, "prompt": [[120], [121]]}),
+    (COMPLETIONS, {**PROMPT, "length_penalty": 1.0}),
+    (COMPLETIONS, {**PROMPT, "spaces_between_special_tokens": False}),
+    (CHATS, {**CHAT, "n": 2}),
+    (CHATS, {**CHAT, "media_io_kwargs": {}}),
+    (CHATS, {**CHAT, "mm_processor_kwargs": {}}),
+    ("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 20}),
+    ("/invocations", PROMPT),
+]
+
+
+def is_for_vllm_rs(path: str, body: object) -> bool:
+    """Return whether an edge sends this to vllm-rs, where there is a Python app, too."""
+    record = ServiceRecord(
+        kind="frontend", service_id="a", incarnation="i", address="", http_address="a:1", model_name="tiny"
+    )
+    served = directory([record, msgspec.structs.replace(record, api_server="rust")], []).names["tiny"]
+    return served.cluster(path, msgspec.json.decode(json.dumps(body), type=Asked)) == served.rust
+
+
+@pytest.mark.parametrize(("path", "body"), TAKEN)
+def test_what_an_edge_sends_to_vllm_rs_both_take(front_end: FrontEndThread, path: str, body: object) -> None:
+    assert is_for_vllm_rs(path, body)
+    reply = post(front_end, path, body)
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(("path", "body"), LACKED)
+def test_what_an_edge_keeps_from_vllm_rs_only_the_python_app_takes(
+    front_end: FrontEndThread, path: str, body: object
+) -> None:
+    assert not is_for_vllm_rs(path, body)
+    reply = post(front_end, path, body)
+    taken = front_end.front is Front.PYTHON
+    assert reply.status_code == 200 if taken else reply.status_code in (400, 404), reply.text
+
+
+def test_fields_that_vllm_rs_does_not_know_are_kept_from_it() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    if (executable := find_vllm_rs()) is None:
+        pytest.skip("no vllm-rs")
+    fields = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
+    names = executable.read_bytes()
+    unknown = {field for field in fields if field.encode() not in names}
+    assert unknown == {"return_token_offsets", "return_prompt_text", "return_mm_kwargs"}
+    for field in unknown:
+        assert not is_for_vllm_rs(COMPLETIONS, {**PROMPT, field: True})
 
 
 def test_stop_string_is_applied_by_the_api_server_and_frees_the_request(client: openai.OpenAI) -> None:

@@ -87,6 +87,22 @@ def test_front_ends_share_the_port() -> None:
     assert {_option(part, "--served-model-name") for part in fronts} == {"tiny"}
 
 
+def test_both_api_servers_are_behind_an_edge_and_one_starts_on_demand() -> None:
+    plan = _plan(frontends=2, front=Front.BOTH, edge="127.0.0.1:8000")
+    fronts = {part.name: part for part in plan.tier(Tier.FRONTEND)}
+    assert {name: part.option("--front") for name, part in fronts.items()} == {
+        "frontend-0": "rust",
+        "frontend-1": "rust",
+        "frontend-python": "python",
+    }
+    assert [name for name, part in fronts.items() if "--on-demand" in part.command] == ["frontend-python"]
+    # vLLM is loaded when it is needed.
+    assert not any(part.heavy for part in fronts.values())
+    (edge,) = plan.tier(Tier.EDGE)
+    ports = {part.http for part in (edge, *fronts.values())}
+    assert len(ports) == 4 and plan.http == edge.http == "http://127.0.0.1:8000"
+
+
 def test_users_speak_https_to_an_api_server_with_a_certificate() -> None:
     plan = _plan(line=VllmLine.read(["--ssl-keyfile", "key.pem", "--ssl-certfile", "cert.pem"]))
     assert plan.http == "https://127.0.0.1:8000"

@@ -295,7 +295,7 @@ class LoadedCore:
             try:
                 self._rpc("tailrace_adopt", Adoption.of(request, generator_state))
             except Exception:
-                # For one, the state is that of another kind of generator. The runner may know the request by now.
+                # For one, the state is that of another kind of generator. The runner may know the request.
                 self._rpc("tailrace_forget", request.request_id)
                 raise
         self.scheduler.adopted.add(request.request_id)

@@ -1,0 +1,65 @@
+"""Which API servers a cluster on this machine gets, if nobody says it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from tailrace.address import format_address
+from tailrace.cli.line_check import vllm_rs_refusal
+from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.requirements import Missing, require_proxy, vllm_version
+from tailrace.service import vllm_rs
+
+_INSECURE: Final = "--insecure"
+
+
+def with_front(options: ClusterOptions, say: Callable[[str], None]) -> ClusterOptions:
+    """Return the options with the API servers of each model, and an edge if one has both.
+
+    `say` is told why the Python app serves alone.
+    """
+    models = [replace(each, front=_front(each, say)) for each in options.models]
+    edge, arguments = options.edge, options.edge_arguments
+    if not edge and models[0].front is Front.BOTH:
+        edge = format_address(options.host, options.port)
+        arguments = (_INSECURE,) if _INSECURE in options.frontend_arguments else ()
+    return replace(models[0], others=tuple(models[1:]), edge=edge, edge_arguments=arguments)
+
+
+def _front(options: ClusterOptions, say: Callable[[str], None]) -> Front:
+    if options.front is not Front.AUTO:
+        return options.front
+    if options.engine is Engine.SIMULATED and not vllm_version():
+        return Front.RUST
+    why = _python_alone({**os.environ, **options.environment}, options)
+    if not why:
+        return Front.BOTH
+    say(f"{options.served_name} is served by vLLM's Python app alone, which is slower: {why}")
+    return Front.PYTHON
+
+
+def _python_alone(environment: Mapping[str, str], options: ClusterOptions) -> str:
+    """Return why vllm-rs does not serve what it can; empty if it does."""
+    executable, flags = vllm_rs.find(), options.line.flags
+    if executable is None:
+        return f"vllm-rs is not installed (python -m {vllm_rs.__name__} fetches it)"
+    try:
+        require_proxy()
+        problem = vllm_rs_refusal(options)
+        if not problem and (folder := Path(options.model).expanduser()).is_dir():
+            problem = vllm_rs.model_problem(executable, folder)
+    except (Missing, OSError) as error:
+        return str(error)
+    if environment.get("VLLM_API_KEY") or "api_key" in flags:
+        return "with a key of vLLM's own (VLLM_API_KEY), vllm-rs leaves /tokenize open"
+    if environment.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
+        return "an edge does not lead to the routes of VLLM_SERVER_DEV_MODE"
+    if any(name.startswith("ssl_") for name in flags):
+        return "the HTTPS of vLLM's API server (--ssl-...) ends there, not at an edge"
+    if options.line.last("runner") == "pooling":
+        return "vllm-rs does not serve pooling models"
+    return problem
