@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final
 
@@ -16,7 +16,10 @@ from tailrace.records import AdapterRecord, ServiceRecord
 # What vllm-rs answers with 404 or 400 (docs/api-servers.md).
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
 _ONE: Final = frozenset({b"", b"1", b"null"})
-_RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+"""Paths that no engine answers."""
+RUST_PATHS: Final = TOKENIZING | {"/v1/chat/completions", "/v1/completions"}
+"""Paths that vllm-rs answers."""
 # Names that are remembered after their front ends have gone.
 _GONE_MAX: Final = 1_000
 
@@ -27,6 +30,9 @@ class Asked(msgspec.Struct):
     model: str | None = None
     # Whether it is what it should be, front ends say.
     n: msgspec.Raw = msgspec.Raw(b"")
+    # Names that a client may give.
+    request_id: msgspec.Raw = msgspec.Raw(b"")
+    session_id: msgspec.Raw = msgspec.Raw(b"")
     # A text, its tokens, or a list of these.
     prompt: msgspec.Raw = msgspec.Raw(b"")
 
@@ -59,6 +65,8 @@ class Directory:
     clusters: tuple[Endpoints, ...]
     # Names of models that were here before, and whose front ends are all away.
     gone: frozenset[str] = frozenset()
+    # gRPC addresses of the front ends with vLLM's Rust API server, by cluster.
+    rust: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def after(self, before: Directory) -> Directory:
         """Return this directory, which also knows what was there before it."""
@@ -83,6 +91,7 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             by_model.setdefault(service.model_name, []).append(service)
     names: dict[str, Served] = {}
     clusters: list[Endpoints] = []
+    reporting: dict[str, frozenset[str]] = {}
     for model, front_ends in sorted(by_model.items()):
         rust = [each.http_address for each in front_ends if each.api_server == "rust"]
         python = [each.http_address for each in front_ends if each.api_server != "rust"]
@@ -99,13 +108,17 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             for name, addresses in ((served.rust, rust), (served.python, python))
             if name
         ]
+        if served.rust:
+            reporting[served.rust] = frozenset(
+                each.address for each in front_ends if each.api_server == "rust"
+            )
         names[model] = served
         for name in sorted({name for each in front_ends for name in each.names}):
             names.setdefault(name, replace(served, name=name))
     for adapter in sorted(adapters, key=lambda each: each.key):
         if (served_model := names.get(adapter.model)) is not None:
             names.setdefault(adapter.name, replace(served_model, name=adapter.name))
-    return Directory(names, tuple(clusters))
+    return Directory(names, tuple(clusters), rust=reporting)
 
 
 def merged(directories: Iterable[Directory]) -> Directory:
@@ -113,14 +126,16 @@ def merged(directories: Iterable[Directory]) -> Directory:
     names: dict[str, Served] = {}
     clusters: list[Endpoints] = []
     models: set[str] = set()
+    reporting: dict[str, frozenset[str]] = {}
     for each in directories:
         own = [served for served in each.names.values() if served.model not in models]
         for served in own:
             names.setdefault(served.name, served)
         used = {name for served in own for name in (served.rust, served.python)}
         clusters += [endpoints for endpoints in each.clusters if endpoints.cluster in used]
+        reporting |= {name: each.rust[name] for name in used & each.rust.keys()}
         models |= {served.model for served in own}
-    return Directory(names, tuple(clusters))
+    return Directory(names, tuple(clusters), rust=reporting)
 
 
 def _cluster(model: str, kind: str, addresses: list[str]) -> str:
@@ -130,4 +145,4 @@ def _cluster(model: str, kind: str, addresses: list[str]) -> str:
 
 def _rust_can(path: str, asked: Asked) -> bool:
     several = _SEVERAL.match(asked.prompt) is not None
-    return path in _RUST_PATHS and bytes(asked.n) in _ONE and not several
+    return path in RUST_PATHS and bytes(asked.n) in _ONE and not several

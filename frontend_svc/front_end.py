@@ -24,6 +24,7 @@ from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import ServedModel
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings
+from frontend_svc.tenants import TenantUsage
 from tailrace.address import format_address
 from tailrace.members import Members
 from tailrace.service.channels import Channels
@@ -63,12 +64,13 @@ async def run_front_end(
     on_models: Callable[[frozenset[str]], None] = lambda models: None,
     answers: AnswerCoordinator | None = None,
     adapters: SharedAdapters | None = None,
+    tenants: TenantUsage | None = None,
 ) -> None:
     """Serve until cancelled.
 
     `set_serving(True)` is awaited once users can connect, `set_serving(False)` when the drain begins: nothing
     new is accepted, and streams have `settings.drain_timeout_s` to finish. `readiness` is kept up to date.
-    `on_models`, `answers` and `adapters`: see FleetEngine.
+    `on_models`, `answers`, `adapters` and `tenants`: see FleetEngine.
 
     Raise ApiServerExited, ApiServerStuck or OSError; none of them leaves a process behind.
     """
@@ -95,6 +97,7 @@ async def run_front_end(
             on_models,
             answers,
             adapters,
+            tenants,
         )
         drain = _Drain(settings, http, api_server, engine, set_serving, readiness)
         try:
