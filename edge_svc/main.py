@@ -196,7 +196,7 @@ async def serve(
             if tenant is not None:
                 limits.charge(tenant, tokens)
 
-        usage = Usage(service.channels, charge, service.registry)
+        usage = Usage(service.channels, charge, service.registry, keys is not None)
         stack.push_async_callback(usage.close)
         follower = Follower(members, service.store, proxy, usage)
         await stack.enter_async_context(follower.below.following())

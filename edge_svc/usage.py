@@ -34,10 +34,15 @@ class Usage:
     """The last reports of the front ends of an edge's models."""
 
     def __init__(
-        self, channels: Channels, charge: Callable[[str, int], None], registry: CollectorRegistry
+        self,
+        channels: Channels,
+        charge: Callable[[str, int], None],
+        registry: CollectorRegistry,
+        with_keys: bool,
     ) -> None:
         """`charge(tenant, tokens)` is called for what tenants have used since the report before."""
         self._channels = channels
+        self._with_keys = with_keys
         self._charge = charge
         self._front_ends: Mapping[str, Iterable[str]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -46,7 +51,7 @@ class Usage:
         self._charged: dict[str, Mapping[str, int]] = {}
         unheard = Gauge(
             "tailrace_edge_unheard_front_ends",
-            "Front ends with vllm-rs that do not report tenants' tokens at the moment.",
+            "Front ends with vllm-rs that do not report at the moment what tenants have used.",
             registry=registry,
         )
         unheard.set_function(lambda: float(len(self._tasks.keys() - self._reports.keys())))
@@ -93,7 +98,7 @@ class Usage:
                     again_s = _MUCH_LATER_S
                 if not problem:
                     problem = format_error(error)
-                    log.warning("front end at %s reports no tokens of tenants: %s", address, problem)
+                    log.warning("front end at %s does not report what tenants use: %s", address, problem)
             self._reports.pop(address, None)
             await asyncio.sleep(again_s)
 
@@ -107,4 +112,6 @@ class Usage:
         self._charged[report.run] = tokens
         if len(self._charged) > _RUNS_MAX:
             del self._charged[next(iter(self._charged))]
+        if self._with_keys and not report.knows_tenants and address not in self._reports:
+            log.warning("front end at %s has no --api-keys: no tokens are counted, no caches salted", address)
         self._reports[address] = report

@@ -154,7 +154,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         adapters = SharedAdapters(service.store, members, served.public_name)
         stack.push_async_callback(adapters.close)
         servicers = [] if answers is None else [answers_servicer(answers)]
-        if tenants is not None:
+        if settings.front is Front.RUST:
             servicers.append(usage_servicer(tenants, lambda: readiness.refusal))
         server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))
         await server.set_serving(False)

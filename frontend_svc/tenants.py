@@ -89,8 +89,9 @@ class TenantUsage:
 class UsageServicer(usage_pb2_grpc.UsageServicer):
     """Implement tailrace.v1.Usage; see usage.proto."""
 
-    def __init__(self, usage: TenantUsage, refusal: Callable[[], Refusal | None]) -> None:
-        """`refusal`: returns why a new request would be refused now, if it would."""
+    def __init__(self, usage: TenantUsage | None, refusal: Callable[[], Refusal | None]) -> None:
+        """`usage`: None without keys. `refusal`: returns why a new request would be refused now, if it
+        would."""
         self._usage = usage
         self._refusal = refusal
         self._run = uuid.uuid4().hex
@@ -101,8 +102,11 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
         """Report what tenants have used, until the caller leaves."""
         sent: usage_pb2.UsageReport | None = None
         while True:
-            usage = self._usage
-            report = usage_pb2.UsageReport(run=self._run, tokens=usage.tokens, full_tenants=usage.full())
+            report = usage_pb2.UsageReport(run=self._run)
+            if (usage := self._usage) is not None:
+                report.knows_tenants = True
+                report.tokens.update(usage.tokens)
+                report.full_tenants.extend(usage.full())
             if (refusal := self._refusal()) is not None:
                 report.refusal_status, report.refusal_message = refusal.status, refusal.message
             if report != sent:
@@ -111,6 +115,6 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
             await asyncio.sleep(_REPORT_S)
 
 
-def usage_servicer(usage: TenantUsage, refusal: Callable[[], Refusal | None]) -> Servicer:
+def usage_servicer(usage: TenantUsage | None, refusal: Callable[[], Refusal | None]) -> Servicer:
     """Return the servicer for the front end's gRPC server."""
     return Servicer(usage_pb2_grpc.add_UsageServicer_to_server, UsageServicer(usage, refusal), SERVICE)
