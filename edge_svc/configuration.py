@@ -23,14 +23,21 @@ from tailrace.service.settings import setting
 
 CLUSTER: Final = "x-tailrace-cluster"
 """Header of the edge's answers, and of nobody else's requests: Envoy replaces what a client sent."""
+TICKET: Final = "x-tailrace-ticket"
+"""Header by which the edge and the line about a request's end know it; Envoy replaces what a client sent."""
 KEY_CHECK: Final = "/edge/key"
 """Prefix of the path of a question with the headers alone."""
 MODEL_CHOICE: Final = "/edge/model"
 """Prefix of the path of a question with the body."""
+UNAVAILABLE: Final = 471
+"""Status of the edge's answer to a question, of which Envoy makes 503. An answer with 503 it takes for none,
+and tells the client nothing of it."""
 EDGE: Final = "edge"
 """The cluster of the edge itself."""
 EDGE_CONNECTIONS: Final = 128
 """Most connections of Envoy to the edge, with a question at a time each."""
+ENDED: Final = "ended"
+"""Name of the pipe into which Envoy writes a line for each request that has ended."""
 OWN_PATHS: Final = ("/v1/models", "/ready", "/health", "/ping")
 """What the edge answers."""
 
@@ -45,7 +52,9 @@ _TLS: Final = {"tls": True}
 _ASK_S: Final = 10.0
 _CONNECT_S: Final = 5.0
 # What the edge reads of a request; everything else stays in Envoy.
-_ASKED_HEADERS: Final = ("authorization", "content-type")
+_ASKED_HEADERS: Final = ("authorization", "content-type", "x-request-id", "x-session-id", TICKET)
+# What vllm-rs gets instead of the client's.
+_CHANGED_HEADERS: Final = (CLUSTER, "authorization", "x-request-id")
 _ANSWERED_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
 # Envoy's own answers: no endpoint, no connection, too large, too slow, malformed.
 _OWN_FLAGS: Final = (
@@ -120,8 +129,27 @@ class Bounds:
     )
     max_bodies_bytes: int = setting(
         512 << 20,
-        "Bodies that are read at a time, in all; more are refused with 503.",
+        "Bodies that are read at a time, in all, half of them for one tenant; more are refused with 429.",
         type=WholeRange(min=1 << 20),
+        rare=True,
+    )
+    # The next three are also the Python app's, which knows the length of the model's context.
+    max_text_bytes: int = setting(
+        8 << 20,
+        "Largest body for vllm-rs without its images and other media.",
+        type=WholeRange(min=1 << 10),
+        rare=True,
+    )
+    max_messages: int = setting(
+        2_048,
+        "Most messages, content parts and tools of a request for vllm-rs.",
+        type=WholeRange(min=1),
+        rare=True,
+    )
+    max_sequences: int = setting(
+        2_048,
+        "Most sequences of a request for vllm-rs: its prompts times n.",
+        type=WholeRange(min=1),
         rare=True,
     )
     max_header_kib: int = setting(
@@ -147,6 +175,11 @@ class Bounds:
         rare=True,
     )
 
+    @property
+    def too_large(self) -> str:
+        """Return the answer to a body beyond `max_body_bytes`."""
+        return f"The body is larger than {self.max_body_bytes} bytes."
+
 
 DEFAULT_BOUNDS: Final = Bounds()
 
@@ -168,8 +201,8 @@ def bootstrap(
 ) -> dict[str, Any]:
     """Return the static part.
 
-    `folder`: has `edge.sock` of the edge, `admin.sock` of Envoy, and `clusters.json`. `certificate`: files of
-    the chain and its key, for HTTPS.
+    `folder`: has `edge.sock` and the pipe `ended` of the edge, `admin.sock` of Envoy, and `clusters.json`.
+    `certificate`: files of the chain and its key, for HTTPS.
     """
     filters = [
         _ask("model", MODEL_CHOICE, bounds.max_body_bytes, bounds.start_wait_s + _ASK_S),
@@ -178,6 +211,7 @@ def bootstrap(
     if with_keys:
         # First, so that the body of a stranger is not even read.
         filters.insert(0, _ask("key", KEY_CHECK, 0, _ASK_S))
+    filters.insert(0, _filter("ticket", "header_mutation.v3.HeaderMutation", _with_ticket()))
     connections = {
         "@type": f"{_TYPES}.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
         "max_active_downstream_connections": bounds.max_connections,
@@ -207,7 +241,7 @@ def bootstrap(
             ],
         },
         "static_resources": {
-            "listeners": [_listener(listen, bounds, filters, certificate)],
+            "listeners": [_listener(listen, folder, bounds, filters, certificate)],
             "clusters": [_edge(folder / "edge.sock")],
         },
         "dynamic_resources": {"cds_config": _file(folder / "clusters.json")},
@@ -276,7 +310,7 @@ def secrets(certificate: str, key: str, authorities: str) -> dict[str, dict[str,
 
 
 def _listener(
-    listen: str, bounds: Bounds, filters: Sequence[Any], certificate: tuple[str, str] | None
+    listen: str, folder: Path, bounds: Bounds, filters: Sequence[Any], certificate: tuple[str, str] | None
 ) -> dict[str, Any]:
     manager = {
         "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -306,6 +340,7 @@ def _listener(
             "virtual_hosts": [{"name": "users", "domains": ["*"], "routes": _routes()}],
         },
         "http_filters": filters,
+        "access_log": [_ended(folder / ENDED)],
     }
     chain: dict[str, Any] = {
         "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
@@ -404,7 +439,7 @@ def _ask(name: str, prefix: str, body_bytes: int, timeout_s: float) -> dict[str,
         "server_uri": {"uri": "http://edge", "cluster": EDGE, "timeout": _seconds(timeout_s)},
         "path_prefix": prefix,
         "authorization_response": {
-            "allowed_upstream_headers": _names([CLUSTER]),
+            "allowed_upstream_headers": _names(_CHANGED_HEADERS),
             "allowed_client_headers": _names(_ANSWERED_HEADERS),
         },
     }
@@ -419,6 +454,29 @@ def _ask(name: str, prefix: str, body_bytes: int, timeout_s: float) -> dict[str,
     return _filter(f"ext_authz.{name}", "ext_authz.v3.ExtAuthz", config)
 
 
+def _with_ticket() -> dict[str, Any]:
+    header = {"key": TICKET, "value": "%UNIQUE_ID%"}
+    return {
+        "mutations": {
+            "request_mutations": [
+                {"append": {"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}}
+            ]
+        }
+    }
+
+
+def _ended(pipe: Path) -> dict[str, Any]:
+    line = {"text_format_source": {"inline_string": f"%REQ({TICKET})% %RESPONSE_CODE%\n"}}
+    return {
+        "name": "envoy.access_loggers.file",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+            "path": str(pipe),
+            "log_format": line,
+        },
+    }
+
+
 def _filter(name: str, kind: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     typed = {"@type": f"{_TYPES}.filters.http.{kind}", **(config or {})}
     return {"name": f"envoy.filters.http.{name}", "typed_config": typed}
@@ -428,14 +486,16 @@ def _own_answers(bounds: Bounds) -> dict[str, Any]:
     """Return how Envoy's own answers look: as OpenAI's errors, which name the limit."""
     texts = {
         408: f"The request did not arrive within {bounds.body_timeout_s:g} seconds.",
-        413: f"The body is larger than {bounds.max_body_bytes} bytes.",
+        413: bounds.too_large,
         431: f"The headers are larger than {bounds.max_header_kib} KiB, or more than {_HEADERS_MAX}.",
     }
-    mappers = []
+    # What the edge has said stays.
+    mappers: list[dict[str, Any]] = [
+        {"filter": _is_status(UNAVAILABLE), "status_code": 503},
+        {"filter": {"response_flag_filter": {"flags": ["UAEX"]}}},
+    ]
     for status, text in texts.items():
-        value = {"default_value": status, "runtime_key": f"tailrace.{status}"}
-        is_status = {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
-        mappers.append({"filter": is_status, "body_format_override": _error(text)})
+        mappers.append({"filter": _is_status(status), "body_format_override": _error(text)})
     is_own = {"response_flag_filter": {"flags": list(_OWN_FLAGS)}}
     own = {
         "filter": is_own,
@@ -443,6 +503,11 @@ def _own_answers(bounds: Bounds) -> dict[str, Any]:
         "headers_to_add": [_RETRY_AFTER],
     }
     return {"mappers": [*mappers, own]}
+
+
+def _is_status(status: int) -> dict[str, Any]:
+    value = {"default_value": status, "runtime_key": f"tailrace.{status}"}
+    return {"status_code_filter": {"comparison": {"op": "EQ", "value": value}}}
 
 
 def _error(message: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final
 
@@ -13,9 +13,12 @@ import msgspec
 from edge_svc.configuration import Endpoints
 from tailrace.records import AdapterRecord, ServiceRecord
 
-# What vllm-rs lacks (docs/api-servers.md): any other path, and these fields of a body with another value than
-# the named ones. It answers with 404 or 400, or ignores the field.
-_RUST_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
+"""Paths that no engine answers."""
+RUST_PATHS: Final = TOKENIZING | {"/v1/chat/completions", "/v1/completions"}
+"""Paths that vllm-rs answers."""
+# What it lacks of them (docs/api-servers.md): these fields of a body with another value than the named ones.
+# It answers with 400, or ignores the field.
 _UNSET: Final = frozenset({b"", b"null"})
 _OFF: Final = _UNSET | {b"false"}
 _RUST_FIELDS: Final[Mapping[str, frozenset[bytes]]] = {
@@ -46,6 +49,9 @@ class Asked(msgspec.Struct):
     # A text, its tokens, or a list of these. Whether it is what it should be, as all others, front ends say.
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
+    # Names that a client may give.
+    request_id: msgspec.Raw = _NOTHING
+    session_id: msgspec.Raw = _NOTHING
     n: msgspec.Raw = _NOTHING
     use_beam_search: msgspec.Raw = _NOTHING
     length_penalty: msgspec.Raw = _NOTHING
@@ -86,6 +92,8 @@ class Directory:
     clusters: tuple[Endpoints, ...]
     # Names of models that were here before, and whose front ends are all away.
     gone: frozenset[str] = frozenset()
+    # gRPC addresses of the front ends with vLLM's Rust API server, by cluster.
+    rust: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def after(self, before: Directory) -> Directory:
         """Return this directory, which also knows what was there before it.
@@ -122,6 +130,7 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             by_model.setdefault(service.model_name, []).append(service)
     names: dict[str, Served] = {}
     clusters: list[Endpoints] = []
+    reporting: dict[str, frozenset[str]] = {}
     for model, front_ends in sorted(by_model.items()):
         rust = [each for each in front_ends if each.api_server == "rust"]
         python = [each for each in front_ends if each.api_server != "rust"]
@@ -135,6 +144,8 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
         clusters += [
             _endpoints(name, each) for name, each in ((served.rust, rust), (served.python, python)) if name
         ]
+        if served.rust:
+            reporting[served.rust] = frozenset(each.address for each in rust)
         names[model] = served
         for name in sorted({name for each in front_ends for name in each.names}):
             names.setdefault(name, replace(served, name=name))
@@ -143,7 +154,7 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             # One that was loaded at run time: no other vllm-rs knows it.
             only = replace(served_model, rust="") if served_model.python else served_model
             names.setdefault(adapter.name, replace(only, name=adapter.name))
-    return Directory(names, tuple(clusters))
+    return Directory(names, tuple(clusters), rust=reporting)
 
 
 def merged(directories: Iterable[Directory]) -> Directory:
@@ -151,14 +162,16 @@ def merged(directories: Iterable[Directory]) -> Directory:
     names: dict[str, Served] = {}
     clusters: list[Endpoints] = []
     models: set[str] = set()
+    reporting: dict[str, frozenset[str]] = {}
     for each in directories:
         own = [served for served in each.names.values() if served.model not in models]
         for served in own:
             names.setdefault(served.name, served)
         used = {name for served in own for name in (served.rust, served.python)}
         clusters += [endpoints for endpoints in each.clusters if endpoints.cluster in used]
+        reporting |= {name: each.rust[name] for name in used & each.rust.keys()}
         models |= {served.model for served in own}
-    return Directory(names, tuple(clusters))
+    return Directory(names, tuple(clusters), rust=reporting)
 
 
 def _with_python(served: Served, before: Served | None) -> Served:
@@ -183,6 +196,6 @@ def _endpoints(cluster: str, front_ends: Sequence[ServiceRecord]) -> Endpoints:
 
 def _rust_can(path: str, asked: Asked) -> bool:
     messages = bytes(asked.messages)
-    if path not in _RUST_PATHS or _SEVERAL.match(asked.prompt) or any(word in messages for word in _MEDIA):
+    if path not in RUST_PATHS or _SEVERAL.match(asked.prompt) or any(word in messages for word in _MEDIA):
         return False
     return all(bytes(getattr(asked, name)) in values for name, values in _RUST_FIELDS.items())

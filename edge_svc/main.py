@@ -18,10 +18,13 @@ import click
 import msgspec
 from aiohttp import web
 
-from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, Bounds, bootstrap
+from edge_svc.configuration import DEFAULT_BOUNDS, EDGE_CONNECTIONS, ENDED, Bounds, bootstrap
 from edge_svc.directory import Directory, directory, merged
+from edge_svc.ends import ends
 from edge_svc.hosts import Hosts
+from edge_svc.limits import Limits
 from edge_svc.proxy import Proxy
+from edge_svc.usage import Usage
 from edge_svc.waking import Waker
 from edge_svc.web import Answers
 from tailrace.address import MalformedAddress, parse_address
@@ -61,7 +64,7 @@ class Settings:
     )
     api_keys: Path | None = setting(
         None,
-        "Require users' API keys from this file, made by tailrace keys. Front ends apply their limits.",
+        "Require users' API keys from this file, made by tailrace keys.",
         type=click.Path(dir_okay=False, path_type=Path),
         envvar="TAILRACE_API_KEYS",
         metavar="FILE",
@@ -129,9 +132,10 @@ def command(common: CommonOptions, settings: Settings) -> None:
 class Follower:
     """Follow which front ends there are, and have the proxy send requests to them."""
 
-    def __init__(self, members: Membership, store: Store, proxy: Proxy) -> None:
+    def __init__(self, members: Membership, store: Store, proxy: Proxy, usage: Usage) -> None:
         self._members = members
         self._proxy = proxy
+        self._usage = usage
         self._unread = asyncio.Event()
         self._hosts = Hosts()
         self.below = ModelClusters(store, FRONT_ENDS, ADAPTERS, changed=self._unread.set)
@@ -153,6 +157,7 @@ class Follower:
         found = await self._hosts.find(address for each in new.clusters for address in each.addresses)
         self.directory = new.after(self.directory)
         self._proxy.route(new.clusters, self._hosts.ips)
+        self._usage.follow(new.rust)
         self.changed.set()
         self.changed = asyncio.Event()
         return found
@@ -189,7 +194,16 @@ async def serve(
         members = service.members
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-edge-")))
         proxy = Proxy(executable, folder, settings.threads)
-        follower = Follower(members, service.store, proxy)
+        limits = Limits(settings.bounds, keys is not None)
+
+        def charge(name: str, tokens: int) -> None:
+            tenant = None if keys is None else keys.index().tenants.get(name)
+            if tenant is not None:
+                limits.charge(tenant, tokens)
+
+        usage = Usage(service.channels, charge, service.registry, keys is not None)
+        stack.push_async_callback(usage.close)
+        follower = Follower(members, service.store, proxy, usage)
         await stack.enter_async_context(follower.below.following())
         loops = {"routes": follower.run}
         if isinstance(common.transport, TlsTransport):
@@ -199,7 +213,10 @@ async def serve(
         await follower.route()
         await stack.enter_async_context(supervised(loops))
         waker = Waker(follower, settings.bounds.start_wait_s)
-        answers = Answers(lambda: follower.directory, keys, settings.bounds, service.registry, waker.wake)
+        answers = Answers(
+            lambda: follower.directory, keys, settings.bounds, service.registry, waker.wake, limits, usage
+        )
+        stack.enter_context(ends(folder / ENDED, limits.end))
         # A path or a header may be as long as Envoy allows.
         longest = settings.bounds.max_header_kib << 10
         runner = web.AppRunner(answers.app(), access_log=None, max_line_size=longest, max_field_size=longest)

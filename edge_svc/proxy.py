@@ -66,6 +66,8 @@ class Proxy:
         self._write(file, bootstrap)
         command = [str(self._executable), "--config-path", str(file), "--concurrency", str(self._threads)]
         command += ["--log-level", "warning", "--disable-hot-restart", "--drain-strategy", "immediate"]
+        # Lines about requests that have ended are written at once (ends.py).
+        command += ["--file-flush-min-size-kb", "0"]
         child = await Child.launch(command, {}, ())
         try:
             await self._until_live(child)

@@ -6,22 +6,25 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter
 
-from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS, Bounds
-from edge_svc.directory import Asked, Directory, Served
+from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS, TICKET, UNAVAILABLE, Bounds
+from edge_svc.directory import RUST_PATHS, TOKENIZING, Asked, Directory, Served
+from edge_svc.limits import Limits, Open
+from edge_svc.usage import Usage
 from tailrace.bounded import printable, shown
+from tailrace.request_ids import name_at_edge, problem_with
 from tailrace.service.openai_error import error_body
+from tailrace.tenancy.body import LARGE_BODY_BYTES, LimitRefusal, judge, too_many_sequences
+from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.file import KeyFile
-from tailrace.tenancy.keys import KEY_REQUIRED, Tenant
+from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
 
-# A larger body is read in a thread.
-_LARGE_BYTES: Final = 1 << 18
 # Paths of API servers that are for users.
 _ROUTES: Final = ("/v1/", "/v2/")
 _OTHER_ROUTES: Final = frozenset(
@@ -45,15 +48,17 @@ class Answers:
         bounds: Bounds,
         registry: CollectorRegistry,
         wake: Callable[[str], Awaitable[bool]] | None = None,
+        limits: Limits | None = None,
+        usage: Usage | None = None,
     ) -> None:
         """`keys`: without, everybody is served. `wake(cluster)`: return whether it answers, after it was
-        started if it is asleep; without, none is."""
+        started if it is asleep; without, none is. `usage`: None if no front end is heard."""
         self._wake = wake
         self._directory = directory
         self._keys = keys
         self._bounds = bounds
-        # Of the bodies that are read now.
-        self._body_bytes = 0
+        self._limits = Limits(bounds, keys is not None) if limits is None else limits
+        self._usage = usage
         self.draining = False
         self._requests = Counter(
             "tailrace_edge_requests",
@@ -69,14 +74,21 @@ class Answers:
         # Envoy bounds what comes.
         app = web.Application(client_max_size=1 << 31, middlewares=[_as_openai])
         for prefix, handler in ((KEY_CHECK, self._check_key), (MODEL_CHOICE, self._choose_model)):
-            app.router.add_route("*", prefix + _ANY_PATH, handler)
+            app.router.add_route("*", prefix + _ANY_PATH, _to_envoy(handler))
         for path in OWN_PATHS:
             app.router.add_get(path, self._models if path == "/v1/models" else self._ready)
         return app
 
     async def _check_key(self, request: web.Request) -> web.Response:
-        if self._owner(request) is not None:
+        if (holder := self._holder(request)) is not None:
+            try:
+                await self._limits.check(self._open(request, holder))
+            except LimitRefusal as refused:
+                return self._refused(refused)
             return web.Response()
+        return self._no_key()
+
+    def _no_key(self) -> web.Response:
         self._requests.labels("no key").inc()
         challenge = {"www-authenticate": "Bearer"}
         return _error(HTTPStatus.UNAUTHORIZED, "AuthenticationError", KEY_REQUIRED, challenge)
@@ -89,24 +101,29 @@ class Answers:
             return _error(HTTPStatus.NOT_FOUND, "NotFoundError", message)
         size = request.content_length or 0
         if size >= self._bounds.max_body_bytes:
-            self._requests.labels("refused").inc()
-            # It may be cut. Envoy says which limit it is (configuration.py).
-            return web.Response(status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-        if self._body_bytes + size > self._bounds.max_bodies_bytes:
-            self._requests.labels("refused").inc()
-            message = "Too many large requests at a time: try again."
-            return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
-        self._body_bytes += size
+            # It may be cut.
+            return self._refused(LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._bounds.too_large))
+        holder = self._holder(request)
+        if self._keys is not None and holder is None and request.method != "OPTIONS":
+            # It was revoked while the body came.
+            return self._no_key()
+        opened = self._open(request, holder)
         try:
-            return await self._choose(request, path)
+            self._limits.hold(opened, size)
+            return await self._choose(request, path, opened, holder)
+        except LimitRefusal as refused:
+            return self._refused(refused)
         finally:
-            self._body_bytes -= size
+            opened.body.close()
 
-    async def _choose(self, request: web.Request, path: str) -> web.Response:
+    async def _choose(
+        self, request: web.Request, path: str, opened: Open, holder: Holder | None
+    ) -> web.Response:
+        """Return the answer that names the cluster. Raise LimitRefusal."""
         body = await request.read()
         is_form = _is_form(request)
         try:
-            asked = await asyncio.to_thread(_asked, body) if len(body) > _LARGE_BYTES else _asked(body)
+            asked = await _apart(body, lambda: _asked(body))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             # A form has its model in a field of its own; with one model there is nothing to choose.
             asked = Asked(model=request.query.get("model"))
@@ -116,9 +133,8 @@ class Answers:
         asked.model = asked.model or request.query.get("model")
         directory = self._directory()
         served = directory.find(asked.model)
-        tenant = self._owner(request)
-        # Front ends with vLLM's Rust API server know no tenants. The field of a form, and the answer that a
-        # request without a body resumes, only the front end knows.
+        tenant = None if holder is None else holder.tenant
+        # The field of a form, and the answer that a request without a body resumes, only the front end knows.
         names_model = asked.model or (body and not is_form)
         if served is not None and tenant is not None and names_model and not _may_use(tenant, served.name):
             self._requests.labels("refused").inc()
@@ -131,15 +147,57 @@ class Answers:
             self._requests.labels("no model").inc()
             return self._unknown(asked.model)
         cluster = served.cluster(path, asked)
-        if request.method == "OPTIONS" and served.rust:
+        headers: dict[str, str] = {}
+        if request.method == "OPTIONS":
             # Any of them answers it: none is started for it.
-            cluster = served.rust
+            cluster = served.rust or cluster
+        elif cluster == served.rust:
+            cluster, headers = await self._to_rust(request, path, body, asked, served, opened, holder)
         if self._wake is not None and not await self._wake(cluster):
             self._requests.labels("refused").inc()
             message = "The API server that can answer this is being started: try again."
             return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
         self._requests.labels("sent on").inc()
-        return web.Response(headers={CLUSTER: cluster})
+        return web.Response(headers={CLUSTER: cluster, **headers})
+
+    async def _to_rust(
+        self,
+        request: web.Request,
+        path: str,
+        body: bytes,
+        asked: Asked,
+        served: Served,
+        opened: Open,
+        holder: Holder | None,
+    ) -> tuple[str, dict[str, str]]:
+        """Return the cluster of a request that vllm-rs answers, which has no limits of its own and answers
+        refusals with 500, and its headers. Raise LimitRefusal."""
+        tenant = None if holder is None else holder.tenant
+        if tenant is not None and (path not in RUST_PATHS or request.method != "POST"):
+            raise LimitRefusal(
+                HTTPStatus.NOT_FOUND, f"{request.method} {path[:_NAME_MAX]} is not served here."
+            )
+        _check_ids(request, asked)
+        demand = Demand()
+        if body and not _is_form(request):
+            bounds = self._bounds
+            most = bounds.max_text_bytes, bounds.max_messages, bounds.max_sequences
+            demand = await _apart(body, lambda: judge(body, *most))
+            if demand.sequences > bounds.max_sequences:
+                raise too_many_sequences(bounds.max_sequences)
+        if tenant is not None and (problem := _only_python_can(tenant, demand)):
+            if not served.python:
+                raise LimitRefusal(HTTPStatus.BAD_REQUEST, problem)
+            return served.python, {}
+        if self._usage is not None and path not in TOKENIZING:
+            self._usage.check(served.rust, "" if tenant is None else tenant.name)
+        await self._limits.begin(opened, demand.sequences, demand.text_bytes, path in TOKENIZING)
+        if holder is None or self._keys is None:
+            return served.rust, {}
+        headers = {"x-request-id": name_at_edge(request.headers.get("x-request-id", ""), holder.key_id)}
+        if edge_key := self._keys.index().edge_key:
+            headers["authorization"] = f"Bearer {edge_key}"
+        return served.rust, headers
 
     def _unknown(self, model: str | None) -> web.Response:
         directory = self._directory()
@@ -155,9 +213,10 @@ class Answers:
         return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", message, param="model")
 
     async def _models(self, request: web.Request) -> web.Response:
-        tenant = self._owner(request)
-        if self._keys is not None and tenant is None:
-            return await self._check_key(request)
+        holder = self._holder(request)
+        if self._keys is not None and holder is None:
+            return self._no_key()
+        tenant = None if holder is None else holder.tenant
         names = self._directory().names.values()
         allowed = [each for each in names if tenant is None or _may_use(tenant, each.name)]
         return web.json_response({"object": "list", "data": [_model(each) for each in allowed]})
@@ -171,12 +230,30 @@ class Answers:
             return self._unknown(None)
         return web.Response()
 
-    def _owner(self, request: web.Request) -> Tenant | None:
+    def _open(self, request: web.Request, holder: Holder | None) -> Open:
+        ticket = request.headers.get(TICKET, "")
+        return self._limits.open(ticket, None if holder is None else holder.tenant)
+
+    def _refused(self, refused: LimitRefusal) -> web.Response:
+        self._requests.labels("refused").inc()
+        return _error(refused.status, refused.kind, printable(refused.message), refused.headers)
+
+    def _holder(self, request: web.Request) -> Holder | None:
         if self._keys is None:
             return None
         authorization = request.headers.get("authorization", "")
         # Keys are ASCII; bytes that are no text could not be compared.
         return self._keys.index().bearer(authorization) if authorization.isascii() else None
+
+
+def _to_envoy(handler: Handler) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        reply = await handler(request)
+        if reply.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            reply.set_status(UNAVAILABLE)
+        return reply
+
+    return answer
 
 
 @web.middleware
@@ -187,6 +264,37 @@ async def _as_openai(request: web.Request, handler: Handler) -> web.StreamRespon
     except web.HTTPClientError as error:
         headers = {"allow": error.headers["allow"]} if "allow" in error.headers else {}
         return _error(HTTPStatus(error.status), "BadRequestError", error.reason, headers)
+
+
+T = TypeVar("T")
+
+
+async def _apart(body: bytes, read: Callable[[], T]) -> T:
+    """Read a body, a large one in a thread. Raise what that raises."""
+    return await asyncio.to_thread(read) if len(body) > LARGE_BODY_BYTES else read()
+
+
+def _check_ids(request: web.Request, asked: Asked) -> None:
+    """Check the ids that a client chose. Raise LimitRefusal."""
+    chosen = [
+        ("X-Request-Id", request.headers.get("x-request-id", "")),
+        ("X-Session-Id", request.headers.get("x-session-id", "")),
+    ]
+    for name, raw in (("request_id", asked.request_id), ("session_id", asked.session_id)):
+        if bytes(raw)[:1] == b'"':
+            chosen.append((name, msgspec.json.decode(raw, type=str)))
+    for name, value in chosen:
+        if problem := problem_with(value):
+            raise LimitRefusal(HTTPStatus.BAD_REQUEST, f"{name} {problem}.")
+
+
+def _only_python_can(tenant: Tenant, demand: Demand) -> str:
+    """Return why a tenant's request cannot go to vllm-rs; empty if it can."""
+    if demand.media:
+        return "With API keys, vllm-rs takes no images or other media: they would have no salt."
+    if tenant.longest_prompt:
+        return "This key has a longest prompt, and vllm-rs cannot be asked for one's length before it begins."
+    return ""
 
 
 def _may_use(tenant: Tenant, name: str) -> bool:

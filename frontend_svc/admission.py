@@ -112,6 +112,13 @@ class AdmissionState(enum.IntEnum):
         without_instance = self in (AdmissionState.NO_INSTANCE, AdmissionState.WAITING)
         return NO_INSTANCE if without_instance else None
 
+    @property
+    def refusal(self) -> Refusal | None:
+        """Return why a new request is refused; None if it is not."""
+        if self is AdmissionState.FULL:
+            return TOO_MANY_REQUESTS
+        return NO_INSTANCE if self is AdmissionState.NO_INSTANCE else None
+
 
 class AdmissionReader:
     """Read the admission state; used by the API server."""
@@ -150,6 +157,11 @@ class Readiness:
         """Return why it should not; None if it should."""
         unready = self.admission.read().unready if self.admission is not None else None
         return unready or (None if self.serving else NOT_SERVING)
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Return why it would refuse a new request now; None if it would not."""
+        return None if self.admission is None else self.admission.read().refusal
 
 
 def _map(path: Path, protection: int) -> mmap.mmap:

@@ -42,6 +42,7 @@ from frontend_svc.streams import (
     StepVerdict,
     StreamTable,
 )
+from frontend_svc.tenants import TenantUsage
 from frontend_svc.utilities import UtilityCalls
 from tailrace.cluster import Phase
 from tailrace.members import Members
@@ -88,13 +89,14 @@ class FleetEngine:
         on_models: Callable[[frozenset[str]], None] = lambda models: None,
         answers: AnswerCoordinator | None = None,
         adapters: SharedAdapters | None = None,
+        tenants: TenantUsage | None = None,
     ) -> None:
         """Build the parts; `run` starts them.
 
         `served`: see ModelFleet; `answers`: None if no answers are kept; `adapters`: None
-        if those that users load are not shared. `on_models(keys)` is called with the keys of the models that
-        the front end is connected to whenever they may have changed. `ipc_folder` holds the API server's
-        ROUTER (`in`) and PULL (`out`) sockets.
+        if those that users load are not shared; `tenants`: see Requests. `on_models(keys)` is called with the
+        keys of the models that the front end is connected to whenever they may have changed. `ipc_folder`
+        holds the API server's ROUTER (`in`) and PULL (`out`) sockets.
         """
         self.fleet = ModelFleet(members, served)
         self._max_streams = settings.limits.max_streams
@@ -124,7 +126,7 @@ class FleetEngine:
         self.pacer = Pacer(output.send)
         self.outputs = outputs = Outputs(output, self.pacer, answers)
         self.requests = requests = Requests(
-            table, chooser, workers, outputs, observer, settings, self._gate.update_full
+            table, chooser, workers, outputs, observer, settings, self._gate.update_full, tenants
         )
         self._recovery = Recovery(table, requests, workers, observer.engine_died)
         self._adoptions = Adoptions(table, workers, observer.adopted, self.fleet.is_model)

@@ -55,6 +55,7 @@ class FairGate:
         self._patience_s = patience_s
         self._observe_wait = observe_wait
         self._instances = 0
+        self._max_waiting = max_waiting
         self._queue = FairQueue[Stream](max_waiting)
         self._waiting: dict[int, _Waiting] = {}
         # Costs of admitted requests in tokens, by handle.
@@ -75,6 +76,10 @@ class FairGate:
     def waiting(self) -> dict[str, int]:
         """Return the number of waiting requests of each tenant that has any."""
         return self._queue.waiting()
+
+    def full(self) -> list[str]:
+        """Return the tenants whose next request would be refused."""
+        return sorted(name for name, count in self.waiting().items() if count >= self._max_waiting)
 
     async def turn(self, stream: Stream, share: Share, priority: int) -> None:
         """Wait for a new request's turn; its wait limit starts now. Raise Refused if it does not come.

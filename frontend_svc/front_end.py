@@ -30,6 +30,7 @@ from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import ServedModel
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings
+from frontend_svc.tenants import TenantUsage
 from tailrace.address import format_address
 from tailrace.members import Members
 from tailrace.records import ServiceRecord
@@ -75,13 +76,14 @@ async def run_front_end(
     answers: AnswerCoordinator | None = None,
     adapters: SharedAdapters | None = None,
     on_woken: Callable[[], None] = lambda: None,
+    tenants: TenantUsage | None = None,
 ) -> None:
     """Serve until cancelled.
 
     `set_serving(True)` is awaited once users can connect, `set_serving(False)` when the drain begins: nothing
     new is accepted, and streams have `settings.drain_timeout_s` to finish. `readiness` is kept up to date.
-    `on_models`, `answers` and `adapters`: see FleetEngine. `on_woken()` is called once an API server that was
-    started on demand answers.
+    `on_models`, `answers`, `adapters` and `tenants`: see FleetEngine. `on_woken()` is called once an API
+    server that was started on demand answers.
 
     Raise ApiServerExited, ApiServerStuck or OSError; none of them leaves a process behind.
     """
@@ -110,6 +112,7 @@ async def run_front_end(
             on_models,
             answers,
             adapters,
+            tenants,
         )
         drain = _Drain(settings, http, api_server, engine, set_serving, readiness)
         try:

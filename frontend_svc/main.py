@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import Readiness
 from frontend_svc.answers.service import answers_servicer, keep_answers
+from frontend_svc.api_server.launch import flags_to_json
 from frontend_svc.api_server.middleware import READY_PATH, unready_body
-from frontend_svc.api_server.rust import flags_to_json
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, BodyLimits, ConnectionLimits
 from frontend_svc.engine import ApiServerStuck
@@ -32,6 +32,7 @@ from frontend_svc.fleet import ServedModel
 from frontend_svc.front_end import Announcer, ApiServerExited, ArgumentsRefused, run_front_end
 from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings, place_wait_s
+from frontend_svc.tenants import TenantUsage, usage_servicer
 from tailrace.address import format_address
 from tailrace.model_folder import ModelFolderError, require_files
 from tailrace.model_identity import identify_model
@@ -56,6 +57,7 @@ KIND: Final = "frontend"
 _ANSWERS_FORMAT: Final = "1"
 # ssl.CERT_REQUIRED, as vLLM's flag has it.
 _CERTIFICATE_REQUIRED: Final = "2"
+_DEV_MODE: Final = "VLLM_SERVER_DEV_MODE"
 _RESPONSES_STORE: Final = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
@@ -91,12 +93,7 @@ def _check(common: CommonOptions, settings: Settings) -> None:
     elif not _asks_for_key(settings.line) and not _asks_for_certificate(settings.line):
         _check_without_keys(common, settings.http)
     if settings.limits.fair_backlog_tokens and settings.api_keys is None:
-        problem = (
-            "not supported by vllm-rs; use --front python and --api-keys"
-            if settings.front is Front.RUST
-            else "requires --api-keys"
-        )
-        raise click.UsageError(f"--fair-backlog: {problem}")
+        raise click.UsageError("--fair-backlog: requires --api-keys")
     if settings.on_demand and settings.front is Front.NONE:
         raise click.UsageError("--on-demand: with --front none, another process starts the API server")
     if settings.front is not Front.PYTHON:
@@ -159,8 +156,12 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         members, channels, registry = service.members, service.channels, service.registry
         http = stack.enter_context(bind_http(settings.http, lambda: _is_shared(common, settings, members)))
         registry.model = served.public_name
+        tenants = None
         if settings.api_keys is not None:
-            _register_key_file(registry, KeyFile(settings.api_keys))
+            keys = KeyFile(settings.api_keys)
+            _register_key_file(registry, keys)
+            if settings.front is Front.RUST:
+                tenants = TenantUsage(keys)
         answers, setting = None, ""
         if settings.keep_answers_s:
             setting = _answers_setting(settings, served)
@@ -168,6 +169,8 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         adapters = SharedAdapters(service.store, members, served.public_name)
         stack.push_async_callback(adapters.close)
         servicers = [] if answers is None else [answers_servicer(answers)]
+        if settings.front is Front.RUST:
+            servicers.append(usage_servicer(tenants, lambda: readiness.refusal))
         server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))
         await server.set_serving(False)
         record = msgspec.structs.replace(
@@ -211,6 +214,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 answers,
                 adapters,
                 announcer.woke,
+                tenants,
             )
         except (ApiServerExited, ApiServerStuck) as error:
             if isinstance(error, ArgumentsRefused):
@@ -229,8 +233,8 @@ def _refuse_given(flags: Mapping[str, str], problem: str) -> None:
 
 def _check_keys(file: Path, front: Front, line: VllmLine) -> None:
     """Check the key file. Raise click.UsageError or click.ClickException."""
-    if front is not Front.PYTHON:
-        raise click.UsageError("--api-keys: not supported by vllm-rs; use --front python, or VLLM_API_KEY")
+    if front is Front.NONE:
+        raise click.UsageError("--api-keys: an API server of your own does not ask for them")
     if _asks_for_key(line):
         raise click.UsageError("--api-keys cannot be combined with vLLM's own key (VLLM_API_KEY, --api-key)")
     if os.environ.get(_RESPONSES_STORE, "").strip() not in ("", "0"):
@@ -238,10 +242,19 @@ def _check_keys(file: Path, front: Front, line: VllmLine) -> None:
             f"--api-keys cannot be combined with {_RESPONSES_STORE}: vLLM gives a stored response to whoever "
             "knows its ID, of any tenant"
         )
+    if front is Front.RUST and os.environ.get(_DEV_MODE, "").strip() not in ("", "0"):
+        raise click.UsageError(
+            f"--api-keys cannot be combined with {_DEV_MODE} and vllm-rs: its further routes ask for no key"
+        )
     try:
-        read_keys(file)
+        tenant_keys = read_keys(file)
     except KeyFileUnusable as error:
         raise click.ClickException(str(error)) from error
+    if front is Front.RUST and not tenant_keys.edge_key:
+        raise click.UsageError(
+            f"--api-keys: {file} has no key of edges, by which alone vllm-rs is used with keys: any "
+            "`tailrace keys make` adds it; then copy the file to all edges and front ends"
+        )
 
 
 def _ready_page(readiness: Readiness) -> Page:

@@ -34,6 +34,7 @@ from frontend_svc.outputs import Outputs
 from frontend_svc.placement import Chosen, InstanceChooser, NoneChosen
 from frontend_svc.settings import Settings
 from frontend_svc.streams import Requirements, Stream, StreamTable
+from frontend_svc.tenants import Sender, TenantUsage
 from tailrace.cluster import Phase
 from tailrace.model_identity import AdapterVersions
 from tailrace.request_ids import MAX_BYTES, chosen_by_client, is_own_id, own_id, problem_with
@@ -106,8 +107,10 @@ class Requests:
         observer: StreamObserver,
         settings: Settings,
         on_full: Callable[[bool], None],
+        tenants: TenantUsage | None = None,
     ) -> None:
-        """Serve nothing yet. `on_full(full)` is called with whether new requests would get 429."""
+        """Serve nothing yet. `on_full(full)` is called with whether new requests would get 429. `tenants`:
+        None if the API server knows them, or nobody has any."""
         self._table = table
         self._chooser = chooser
         self._outbox = outbox
@@ -126,6 +129,9 @@ class Requests:
                 self._wait_limits.place_s,
                 observer.turn_waited,
             )
+        self._tenants = tenants
+        if tenants is not None and self.fair_gate is not None:
+            tenants.full = self.fair_gate.full
         self._serving: dict[int, _Serving] = {}
         # Requests that wait for their turn or for an instance.
         self._unplaced: set[int] = set()
@@ -136,12 +142,12 @@ class Requests:
 
     # ---- the way
 
-    async def _serve(self, stream: Stream, head: RequestHead) -> None:
+    async def _serve(self, stream: Stream, share: Share, priority: int) -> None:
         """Serve one request until it ends; whoever ends it (`_close`) cancels this."""
         try:
             if self.fair_gate is not None and not stream.accepted:
                 # Until its tenant's turn has come; Refused if it does not come in time.
-                await self.fair_gate.turn(stream, _share_of(head), head.priority)
+                await self.fair_gate.turn(stream, share, priority)
             await self._place(stream, Where())
             while True:
                 # It runs: nothing to do until it has lost its instance, which recovery.py has taken it from
@@ -290,9 +296,17 @@ class Requests:
 
     def _admit(self, head: RequestHead, frames: Sequence[bytes]) -> None:
         chosen = head.external_req_id
+        sender: Sender | None = None
+        unknown: Refusal | None = None
+        if self._tenants is not None:
+            try:
+                sender = self._tenants.sender(head)
+                chosen = sender.name
+            except Refused as refused:
+                unknown = refused.refusal
         request_id = head.request_id if chosen is None or is_own_id(head.request_id) else own_id(chosen)
         problem = _problem_with_ids(head) or head.wrong_extra
-        refusal = Refusal(400, problem) if problem else self._refusal(frames)
+        refusal = unknown or (Refusal(400, problem) if problem else self._refusal(frames))
         if refusal is not None:
             log.warning("%s refused: %s", request_id[:MAX_BYTES], refusal.message)
             self._observer.refused(refusal.status)
@@ -309,7 +323,7 @@ class Requests:
         try:
             stream = self._table.open(
                 request_id,
-                for_engines(frames, request_id),
+                for_engines(frames, request_id, None if sender is None else sender.fields(head)),
                 head.prompt_tokens,
                 head.max_tokens or 0,
                 time.monotonic(),
@@ -329,7 +343,11 @@ class Requests:
         if run_request is not None:
             self._resume(stream, run_request)
         self._unplaced.add(stream.handle)
-        task = asyncio.create_task(self._serve(stream, head), name=f"serve {stream.request_id}")
+        share, priority = _share_of(head), head.priority
+        if sender is not None and self._tenants is not None:
+            self._tenants.begin(stream, sender.tenant)
+            share, priority = sender.share(), sender.tenant.priority
+        task = asyncio.create_task(self._serve(stream, share, priority), name=f"serve {stream.request_id}")
         self._serving[stream.handle] = _Serving(task)
         task.add_done_callback(task_error)
 
@@ -473,6 +491,8 @@ class Requests:
             self._outbox.send(stream.owner, abort_message([stream.handle]))
 
     def _close(self, stream: Stream) -> None:
+        if self._tenants is not None:
+            self._tenants.end(stream)
         self._table.close(stream)
         self._unplaced.discard(stream.handle)
         if self.fair_gate is not None:

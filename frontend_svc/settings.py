@@ -163,7 +163,7 @@ class Settings:
     limits: Limits = Limits()
     api_keys: Path | None = setting(
         None,
-        "Require users' API keys from this file, made by tailrace keys (--front python only).",
+        "Require users' API keys from this file, made by tailrace keys (--front rust: behind an edge).",
         type=click.Path(dir_okay=False, path_type=Path),
         envvar="TAILRACE_API_KEYS",
         metavar="FILE",

@@ -28,6 +28,8 @@ _NAME: Final = re.compile(
 _RANDOM: Final = re.compile(
     r"[0-9a-f]{8}|[0-9a-f]{16}|[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 )
+# A name as vLLM makes it of the id that an edge gave a request: random or a digest, and the ID of a key.
+_AT_EDGE: Final = re.compile(rf"((?:chatcmpl|cmpl)-(?:{_RANDOM.pattern}))\.([0-9a-f]+)")
 # What makes the id of each request another one, also if a client chooses the same again.
 _UNIQUE: Final = re.compile(r"(.*)-[0-9a-f]{8}", re.DOTALL)
 
@@ -47,6 +49,21 @@ def chosen_by_client(name: str) -> str:
 def own_id(name: str) -> str:
     """Return the fleet's id for a request of this name; another one each time."""
     return f"{_own_name(name)}-{uuid4().hex[:8]}"
+
+
+def name_at_edge(chosen: str, key_id: str) -> str:
+    """Return the id that an edge gives a request: by the client's id, or a random one if it chose none, and
+    the ID of the key that it came with."""
+    _, name, number = _split(chosen) if chosen else ("", uuid4().hex[:16], "")
+    name += number
+    return f"{name if _RANDOM.fullmatch(name) else _digest(name)}.{key_id}"
+
+
+def read_name_at_edge(name: str) -> tuple[str, str]:
+    """Return vLLM's name of a request without what an edge added, and the ID of its key; empty: it has no id
+    that an edge gave it."""
+    found = _AT_EDGE.fullmatch(name)
+    return (name, "") if found is None else (found[1], found[2])
 
 
 def is_own_id(request_id: str) -> bool:

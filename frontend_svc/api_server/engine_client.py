@@ -28,16 +28,13 @@ from vllm.v1.engine.output_processor import (
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from frontend_svc.admission import (
-    NO_INSTANCE,
     NOT_HANDLED,
-    TOO_MANY_REQUESTS,
     AdmissionReader,
-    AdmissionState,
     Refusal,
 )
 from frontend_svc.answers.calls import ANSWER_HEADER
 from frontend_svc.api_server.kept_answers import Call, call_of_task
-from frontend_svc.api_server.request_limits import Account, LimitRefusal, account_of_task
+from frontend_svc.api_server.request_limits import Account, account_of_task
 from frontend_svc.api_server.statistics import (
     correct_times,
     count_aborts,
@@ -45,6 +42,7 @@ from frontend_svc.api_server.statistics import (
     count_untold_waits,
 )
 from tailrace.request_ids import chosen_by_client, own_id, problem_with
+from tailrace.tenancy.body import LimitRefusal
 from tailrace.tenancy.keys import SHARE_HEADER, Share, Tenant
 from tailrace.wire import pace_in
 
@@ -93,11 +91,8 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse a request before its response starts. Raise RequestRefused, or what vLLM's own limits
         raise."""
-        match self.admission.read():
-            case AdmissionState.NO_INSTANCE:
-                raise RequestRefused(NO_INSTANCE)
-            case AdmissionState.FULL:
-                raise RequestRefused(TOO_MANY_REQUESTS)
+        if (refusal := self.admission.read().refusal) is not None:
+            raise RequestRefused(refusal)
         super().check_admission(n, request_id)
 
     def generate(

@@ -27,8 +27,6 @@ LARGE_LOOP_S: Final = 0.005
 """So is what occupies the event loop for longer than this, by estimate."""
 MAX_WAITING: Final = 1_024
 """Large requests of one tenant that may wait for their turn."""
-SEQUENCE_LOOP_S: Final = 2e-4
-"""Seconds of the event loop that submitting one sequence to the engine takes, roughly."""
 # The same of `frontend_svc`'s event loop, for placing a sequence and forwarding a token: the busiest part of
 # its way (measured: 0.61 ms of 2 ms in all processes).
 _SEQUENCE_WAY_S: Final = 6e-4

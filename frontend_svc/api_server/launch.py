@@ -29,6 +29,7 @@ from frontend_svc.api_server.spec import (
 )
 from tailrace.json_value import JsonValue
 from tailrace.service.vllm_line import Flags
+from tailrace.tenancy.file import read_keys
 
 
 class PythonBoot(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +96,7 @@ _LISTS: Final = frozenset({"served_model_name", "api_key", "lora_modules"})
 
 
 def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets, executable: Path) -> Launch:
-    """Return the launch of the executable with inherited listeners."""
+    """Return the launch of the executable with inherited listeners. Raise KeyFileUnusable."""
     fds = (http.fileno(), sockets.input.fileno(), sockets.output.fileno())
     command = (
         str(executable),
@@ -106,7 +107,11 @@ def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets
         *("--engine-start-index", "0", "--engine-count", "1", "--data-parallel-size", "1"),
         *("--args-json", json.dumps(rust_arguments(spec), sort_keys=True)),
     )
-    return Launch(command, offline_env(spec), fds)
+    env = offline_env(spec)
+    if spec.api_keys is not None:
+        # Whoever has it says whose requests these are (tailrace/tenancy/keys.py); `ps` does not show it.
+        env["VLLM_API_KEY"] = read_keys(spec.api_keys).edge_key
+    return Launch(command, env, fds)
 
 
 def rust_arguments(spec: ApiServerSpec) -> dict[str, JsonValue]:

@@ -2,8 +2,8 @@
 costs anything.
 
 With and without keys. A body is counted while it arrives, read before the app sees it, and judged by what it
-asks for (demand.py); large requests then wait for their turn (large_lane.py). What a request has used is
-charged to its tenant when it ends, however it ends.
+asks for (tailrace/tenancy/body.py); large requests then wait for their turn (large_lane.py). What a request
+has used is charged to its tenant when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
-from frontend_svc.api_server.demand import Demand, NotAnObject, demand_of
-from frontend_svc.api_server.edge import may_be_json, problem_with_body
+from frontend_svc.api_server.edge import may_be_json
 from frontend_svc.api_server.large_lane import (
     LARGE_BYTES,
     LARGE_LOOP_S,
@@ -30,6 +29,8 @@ from frontend_svc.api_server.large_lane import (
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 from frontend_svc.api_server.spec import DEFAULT_MAX_TEXT_BYTES, BodyLimits
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, replay_body, tenant_of_call
+from tailrace.tenancy.body import LimitRefusal, judge, refusal_of, too_many_sequences
+from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.meter import Bodies, Body, LimitExceeded
@@ -40,16 +41,6 @@ _BYTES_PER_S: Final = 256 << 10
 _MAX_ARRIVING: Final = 1_024
 # Longest wait for a large request's turn: of hundreds that come at once, the last may go on.
 _TURN_S: Final = 120.0
-
-
-class LimitRefusal(Exception):
-    """A limit refuses the request. `retry_after_s`: 0 if trying again is of no use."""
-
-    def __init__(self, status: HTTPStatus, message: str, retry_after_s: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True, eq=False)
@@ -92,9 +83,7 @@ class Account:
         if more <= 0:
             return
         if sequences > self.max_sequences:
-            most = f"{self.max_sequences} sequences (prompts times n)"
-            message = f"A request may have at most {most}."
-            raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)
+            raise too_many_sequences(self.max_sequences)
         if self.tenant is not None and self.tenants is not None:
             exceeded = self.tenants.meter.begin(self.tenant, self.tenants.now_s(), more)
             if exceeded is not None:
@@ -161,12 +150,6 @@ def _output_tokens(state: Any) -> int:
 
 account_of_task: ContextVar[Account | None] = ContextVar("account_of_task", default=None)
 """The account of the HTTP request that the current task serves."""
-
-
-def refusal_of(exceeded: LimitExceeded) -> LimitRefusal:
-    """Return the refusal for an exceeded limit of a tenant."""
-    status = HTTPStatus.TOO_MANY_REQUESTS if exceeded.retry_after_s else HTTPStatus.BAD_REQUEST
-    return LimitRefusal(status, f"Limit exceeded: {exceeded.reason}.", exceeded.retry_after_s)
 
 
 class RequestLimits:
@@ -270,30 +253,8 @@ class RequestLimits:
         if not body or not may_be_json(headers):
             # Files: vLLM takes no prompt's text from a form but the hint for a transcription.
             return Demand(loop_s=1e-9 * len(body))
-        if body.count(b",") > self.limits.max_text_bytes:
-            # Media have none to speak of. To read so many values takes long.
-            raise self._too_much_text(len(body))
-        try:
-            demand = demand_of(body, self.limits.max_messages, self.limits.max_sequences)
-        except NotAnObject:
-            if len(body) > self.limits.max_text_bytes:
-                raise self._too_much_text(len(body)) from None
-            message = problem_with_body(body) or "The body is not a valid JSON object."
-            raise LimitRefusal(HTTPStatus.BAD_REQUEST, message) from None
-        if demand.text_bytes > self.limits.max_text_bytes:
-            raise self._too_much_text(demand.text_bytes)
-        if demand.messages > self.limits.max_messages:
-            most = f"{self.limits.max_messages} messages, content parts and tools"
-            message = f"A request may have at most {most}."
-            raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)
-        return demand
-
-    def _too_much_text(self, size: int) -> LimitRefusal:
-        besides = " besides images and other media" if self.takes_media else ""
-        message = (
-            f"A request's body may have at most {self.limits.max_text_bytes} bytes{besides}, not {size}."
-        )
-        return LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+        limits = self.limits
+        return judge(body, limits.max_text_bytes, limits.max_messages, limits.max_sequences, self.takes_media)
 
     def _lane_full(self) -> LimitRefusal:
         message = "Too many large requests of this client wait for their turn."
@@ -392,13 +353,5 @@ async def _unless_gone(entering: Awaitable[None], receive: Receive) -> bool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_KINDS: Final = {
-    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
-    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
-}
-
-
 async def _send_refusal(send: Send, refused: LimitRefusal) -> None:
-    headers = {"retry-after": str(refused.retry_after_s)} if refused.retry_after_s else {}
-    kind = _KINDS.get(refused.status, "BadRequestError")
-    await send_error(send, refused.status, kind, refused.message, headers)
+    await send_error(send, refused.status, refused.kind, refused.message, refused.headers)

@@ -47,7 +47,8 @@ class Tenants:
     def owner(self, scope: Message) -> Tenant | None:
         """Return the tenant of the request's key, or None."""
         authorization = dict(scope["headers"]).get(b"authorization", b"")
-        return self._keys.index().bearer(authorization.decode("latin-1"))
+        holder = self._keys.index().bearer(authorization.decode("latin-1"))
+        return None if holder is None else holder.tenant
 
     def now_s(self) -> float:
         """Return the clock's time in seconds."""

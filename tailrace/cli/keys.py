@@ -95,8 +95,9 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
         fields = {} if before is None else {name: getattr(before, name) for name in before.__struct_fields__}
         tenant_keys = tenant_keys.with_tenant(Tenant(**{**fields, "name": tenant, **changes}))
         key = ""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        tenant_keys = tenant_keys.with_edge_key(now)
         if not no_key:
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             tenant_keys, key = tenant_keys.with_key(tenant, now)
         replace(tenant_keys)
         _note_readers(file)
@@ -119,6 +120,7 @@ def list_(file: Path, output: Output) -> None:
                 "keys": [
                     {"key_id": key.key_id, "tenant": key.tenant, "created": key.created}
                     for key in tenant_keys.keys
+                    if key.tenant
                 ],
                 "tenants": [
                     {name: _json(getattr(tenant, name)) for name in tenant.__struct_fields__}

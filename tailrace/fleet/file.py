@@ -512,6 +512,10 @@ def _check_models(fleet: Fleet) -> None:
                 f"{field}: needs http, an edge: without, policy and slo of the file are the model's"
             )
     if not fleet.http:
+        if fleet.keys and fleet.model.front is Front.RUST:
+            raise FleetError(
+                "models[0].front: with keys, vllm-rs needs an edge: give http, HOST:PORT for all"
+            )
         if fleet.edges:
             raise FleetError("edges: they need http, HOST:PORT of the address for all models")
         return
@@ -521,8 +525,6 @@ def _check_models(fleet: Fleet) -> None:
             raise FleetError(f"models[{at}].http: {fleet.http} is the address of all models")
         if tls := [name for name in each.flags if re.match(_HTTPS, name)]:
             raise FleetError(f"models[{at}].flags: {tls[0]}: users reach the edge, not the front ends")
-        if fleet.keys and each.front in (Front.RUST, Front.BOTH):
-            raise FleetError(f"models[{at}].front: vllm-rs knows no keys of tenants: python")
         first = names.setdefault(each.served_name, at)
         if first != at:
             raise FleetError(

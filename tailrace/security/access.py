@@ -72,6 +72,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
         "Find": frozenset({Role.FRONTEND}),
         "Claim": frozenset({Role.FRONTEND}),
     },
+    "tailrace.v1.Usage": {"Watch": frozenset({Role.EDGE})},
     "tailrace.v1.Cache": {"ListBlocks": _SCHEDULER, "Lend": _WORKER, "Prompt": _WORKER, "Copy": _SCHEDULER},
     "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": MEMBERS | {Role.TELEMETRY}},
     "grpc.health.v1.Health": {"Check": _EVERYBODY, "Watch": _EVERYBODY},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
@@ -72,6 +73,10 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     created: str
 
 
+# The entry of the key that edges show to vllm-rs. It has no tenant, and no user's key can have this ID.
+_EDGES: Final = "edges"
+
+
 class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All tenants and keys."""
 
@@ -94,6 +99,22 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         entry = ApiKey(key_id=key_id, sha256=_digest(key), tenant=tenant, created=created)
         return msgspec.structs.replace(self, keys=(*self.keys, entry)), key
 
+    @property
+    def edge_key(self) -> str:
+        """Return the key that edges show to front ends with vllm-rs; empty if there is none."""
+        entry = next((key for key in self.keys if key.key_id == _EDGES), None)
+        return "" if entry is None else f"{_PREFIX}-{_EDGES}-{entry.sha256}"
+
+    def with_edge_key(self, created: str) -> TenantKeys:
+        """Return a copy that has a key for edges: a random one, unless there is one.
+
+        Nobody but the file's readers knows it, so it is stored as it is, where others have their digest.
+        """
+        if self.edge_key:
+            return self
+        entry = ApiKey(key_id=_EDGES, sha256=secrets.token_hex(_SECRET_BYTES), tenant="", created=created)
+        return msgspec.structs.replace(self, keys=(entry, *self.keys))
+
     def without_key(self, key_id: str) -> TenantKeys:
         """Return a copy without a key, and without its tenant if that was its last key. Raise KeyError."""
         remaining = tuple(key for key in self.keys if key.key_id != key_id)
@@ -104,27 +125,42 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return TenantKeys(tenants=tenants, keys=remaining)
 
 
+class Holder(NamedTuple):
+    """Who sends a request."""
+
+    tenant: Tenant
+    key_id: str
+
+
 class KeyIndex:
     """Find the tenant of a key."""
 
     def __init__(self, tenant_keys: TenantKeys) -> None:
-        tenants = {tenant.name: tenant for tenant in tenant_keys.tenants}
+        self.tenants: Mapping[str, Tenant] = {tenant.name: tenant for tenant in tenant_keys.tenants}
+        self.edge_key = tenant_keys.edge_key
         self._by_key_id = {
-            key.key_id: (key.sha256, tenants[key.tenant]) for key in tenant_keys.keys if key.tenant in tenants
+            key.key_id: (key.sha256, self.tenants[key.tenant])
+            for key in tenant_keys.keys
+            if key.tenant in self.tenants
         }
 
-    def bearer(self, authorization: str) -> Tenant | None:
-        """Return the tenant of the key in an Authorization header, or None."""
+    def bearer(self, authorization: str) -> Holder | None:
+        """Return the holder of the key in an Authorization header, or None."""
         scheme, _, key = authorization.partition(" ")
-        return self.owner(key.strip()) if scheme.lower() == "bearer" else None
+        return self.holder(key.strip()) if scheme.lower() == "bearer" else None
 
-    def owner(self, key: str) -> Tenant | None:
-        """Return the key's tenant, or None. The duration reveals nothing about stored keys."""
+    def holder(self, key: str) -> Holder | None:
+        """Return the key's holder, or None. The duration reveals nothing about stored keys."""
         parts = key.split("-", 3)
         if len(parts) != 4 or "-".join(parts[:2]) != _PREFIX:
             return None
         stored, tenant = self._by_key_id.get(parts[2], ("", None))
-        return tenant if hmac.compare_digest(_digest(key), stored) else None
+        is_key = hmac.compare_digest(_digest(key), stored)
+        return None if tenant is None or not is_key else Holder(tenant, parts[2])
+
+    def tenant_of(self, key_id: str) -> Tenant | None:
+        """Return the tenant of the key with this ID, or None."""
+        return self._by_key_id.get(key_id, ("", None))[1]
 
 
 def _digest(key: str) -> str:

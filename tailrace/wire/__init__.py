@@ -35,6 +35,7 @@ from tailrace.wire.ready import (
 )
 from tailrace.wire.requests import (
     EngineCoreRequest,
+    OfTenant,
     RequestHead,
     RequestType,
     SamplingParams,
@@ -58,6 +59,7 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "FinishReason",
+    "OfTenant",
     "ReadyResponse",
     "RequestHead",
     "RequestType",

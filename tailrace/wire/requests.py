@@ -6,7 +6,7 @@ import enum
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,7 @@ def head_frame(frames: Frames) -> bytes:
 
 
 _NIL: Final = b"\xc0"
+_EMPTY_ARRAY: Final = b"\x90"
 # Extra arguments whose names begin so are Tailrace's; all others are those of vLLM and its plugins.
 _OURS: Final = "tailrace_"
 _PACE: Final = "tailrace_pace_tpot_ms"
@@ -32,6 +33,8 @@ _SHOWN_MAX: Final = 40
 
 
 # Positions in EngineCoreRequest.
+_CACHE_SALT: Final = 7
+_PRIORITY: Final = 13
 _TRACE_HEADERS: Final = 14
 _EXTERNAL_REQ_ID: Final = 16
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -110,7 +113,7 @@ class _Head(msgspec.Struct, array_like=True, gc=False):
     pooling_params: msgspec.Raw
     arrival_time: float
     lora_request: msgspec.Raw
-    cache_salt: msgspec.Raw
+    cache_salt: str | None
     data_parallel_rank: int | None
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"\xc0")
     prompt_is_token_ids: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -155,6 +158,10 @@ class RequestHead(msgspec.Struct, frozen=True, gc=False):
     pace_tpot_ms: float | None
     # What is wrong with Tailrace's extra arguments, for the user; empty: nothing.
     wrong_extra: str = ""
+    # By which its prompt is told apart from others in prefix caches.
+    cache_salt: str | None = None
+    # Whether images or other media belong to its prompt.
+    media: bool = False
 
 
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -189,17 +196,29 @@ def read_request(frames: Frames) -> RequestHead:
         session_id=head.session_id,
         pace_tpot_ms=pace_tpot_ms,
         wrong_extra=wrong_extra,
+        cache_salt=head.cache_salt,
+        media=bytes(memoryview(head.mm_features)[:1]) not in (_NIL, _EMPTY_ARRAY),
     )
 
 
-def for_engines(frames: Frames, request_id: str) -> list[bytes]:
+class OfTenant(NamedTuple):
+    """What a request's tenant decides, and not its client."""
+
+    cache_salt: str
+    priority: int
+
+
+def for_engines(frames: Frames, request_id: str, tenant: OfTenant | None = None) -> list[bytes]:
     """Return an ADD's data frames for engines: under this id, and without what is the API server's own.
 
-    That is the id that the user chose, and all trace headers but a valid trace context: an engine repeats
-    them with every token. Everything else stays byte for byte. Raise msgspec.DecodeError.
+    What is left out is the id that the user chose, and all trace headers but a valid trace context: an engine
+    repeats them with every token. `tenant`: None if the API server has set its fields. Everything else stays
+    byte for byte. Raise msgspec.DecodeError.
     """
-    fields: list[msgspec.Raw | str | dict[str, str] | None] = [*_raw_list.decode(head_frame(frames))]
+    fields: list[msgspec.Raw | str | int | dict[str, str] | None] = [*_raw_list.decode(head_frame(frames))]
     fields[0] = request_id
+    if tenant is not None:
+        fields[_CACHE_SALT], fields[_PRIORITY] = tenant
     if len(fields) > _TRACE_HEADERS:
         fields[_TRACE_HEADERS] = trace_context(_headers.decode(fields[_TRACE_HEADERS])) or None  # type: ignore[arg-type]
     if len(fields) > _EXTERNAL_REQ_ID:

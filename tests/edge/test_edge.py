@@ -184,7 +184,7 @@ def test_bodies_that_are_read_together_have_a_bound() -> None:
                     statuses.append(reply.status)
             return statuses
 
-    assert asyncio.run(run()) == [503, 400]
+    assert asyncio.run(run()) == [429, 400]
 
 
 def test_large_headers(fleet: Fleet) -> None:

@@ -153,6 +153,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_fleet(Path("/dev/zero"))
 
 
+def test_vllm_rs_with_keys_needs_an_edge(tmp_path: Path) -> None:
+    content = {"models": [{**MODEL, "front": "rust"}], "keys": "keys.json"}
+    with pytest.raises(FleetError, match=r"models\[0\].front: with keys, vllm-rs needs an edge"):
+        read_fleet(write(tmp_path, content))
+    assert read_fleet(write(tmp_path, {**content, "http": "127.0.0.1:8080"})).keys
+
+
 @pytest.mark.parametrize("content", [ONE_MACHINE, TWO_HOSTS])
 def test_the_schema_says_the_same(tmp_path: Path, content: dict[str, Any]) -> None:
     # It compiles dozens of grammars when it is imported.
@@ -243,14 +250,11 @@ def test_no_engine_and_no_transport_are_needed(tmp_path: Path) -> None:
         ("models.1.policy", {"name": "pascal", "parameters": {"x": 1}}, "models[1].policy.parameters: "),
         ("models.1.slo", {"ttfd": "2s"}, "models[1].slo: "),
         ("models.1.flags", {"ssl-certfile": "x"}, "models[1].flags: ssl-certfile: users reach the edge"),
-        ("models.1.front", "rust", "models[1].front: vllm-rs knows no keys of tenants: python"),
         ("edges", ["a"], "edges: 'a' is none of the hosts (the file has none: it describes one machine)"),
     ],
 )
 def test_several_models(tmp_path: Path, place: str, value: Any, message: str) -> None:
     content = {"models": [MODEL, {"model": "/m/other"}], "http": "127.0.0.1:8080"}
-    if place == "models.1.front":
-        content["keys"] = "keys.json"
     assert [each.served_name for each in read_fleet(write(tmp_path, content)).models] == [
         "org/model",
         "/m/other",

@@ -11,12 +11,13 @@ import httpx
 import pytest
 import uvicorn
 
-from frontend_svc.api_server.edge import MAX_NESTING, CheckRequest, problem_with_body
+from frontend_svc.api_server.edge import CheckRequest
 from frontend_svc.api_server.http_protocol import BoundedProtocol
 from frontend_svc.api_server.middleware import Message, Receive, Send
 from frontend_svc.api_server.spec import ConnectionLimits
 from frontend_svc.api_server.tenants import read_body
 from tailrace.request_ids import MAX_BYTES
+from tailrace.tenancy.body import MAX_NESTING, problem_with_body
 from tests.waiting import WAIT_S
 
 

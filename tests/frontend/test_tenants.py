@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from frontend_svc.api_server.large_lane import LARGE_BYTES
 from frontend_svc.api_server.middleware import Message, Receive, Send
-from frontend_svc.api_server.request_limits import Account, LimitRefusal, RequestLimits, account_of_task
+from frontend_svc.api_server.request_limits import Account, RequestLimits, account_of_task
 from frontend_svc.api_server.spec import DEFAULT_BODY_LIMITS
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, read_body, tenant_of_call
+from tailrace.tenancy.body import LimitRefusal
 from tailrace.tenancy.file import KeyFile, locked_key_file
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tenancy.meter import Bodies, Meter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
@@ -33,10 +34,10 @@ def make(file: Path, *arguments: str) -> str:
 def test_only_the_exact_key_is_found() -> None:
     tenant_keys, key = TenantKeys(tenants=(Tenant(name="a"),)).with_key("a", "now")
     index = KeyIndex(tenant_keys)
-    owner = index.owner(key)
-    assert owner is not None and owner.name == "a"
+    owner = index.holder(key)
+    assert owner is not None and owner.tenant.name == "a"
     for wrong in (key[:-1], key + "x", key.upper(), "", "sk-tailrace--", "sk-tailrace-x-y", "a-b-c-d"):
-        assert index.owner(wrong) is None
+        assert index.holder(wrong) is None
 
 
 def test_secret_is_not_stored(file: Path) -> None:
@@ -80,7 +81,7 @@ def test_limits_belong_to_the_tenant(file: Path) -> None:
     tenant_keys = read_keys(file)
     expected = Tenant(name="a", models=("x", "y"), concurrency=3, requests_per_minute=60.0, priority=2)
     assert tenant_keys.tenants == (expected,)
-    assert len(tenant_keys.keys) == 2
+    assert len([key for key in tenant_keys.keys if key.tenant]) == 2
     assert "x, y" in run(file, "list").stdout
 
 
@@ -115,9 +116,9 @@ def test_revoked_key_has_no_owner(file: Path) -> None:
     first, second = make(file, "a"), make(file, "a")
     assert run(file, "revoke", first.split("-")[2]).exit_code == 0
     index = KeyIndex(read_keys(file))
-    assert index.owner(first) is None and index.owner(second) is not None
+    assert index.holder(first) is None and index.holder(second) is not None
     run(file, "revoke", second.split("-")[2])
-    assert read_keys(file) == TenantKeys()
+    assert not read_keys(file).tenants
     assert run(file, "revoke", "none").exit_code == 2
 
 
@@ -126,12 +127,12 @@ def test_running_front_end_follows_the_key_file(file: Path) -> None:
     first = make(file, "a")
     keys = KeyFile(file, lambda: float(next(ticks)))
     second = make(file, "b")
-    assert keys.index().owner(second) is not None
+    assert keys.index().holder(second) is not None
     run(file, "revoke", first.split("-")[2])
-    assert keys.index().owner(first) is None
+    assert keys.index().holder(first) is None
     # An invalid file leaves the previous keys in force.
     file.write_text("rubbish")
-    assert keys.index().owner(second) is not None
+    assert keys.index().holder(second) is not None
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"tenants": [{"name": "a", "rate": 3}]}'])
@@ -145,7 +146,7 @@ def test_damaged_key_file_is_named(file: Path, content: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--front", "rust"], "not supported by vllm-rs"),
+        (["--front", "none"], "an API server of your own"),
         (["--api-key", "x"], "vLLM's own key"),
     ],
 )
@@ -162,13 +163,31 @@ def test_responses_of_all_tenants_are_not_stored_together(file: Path) -> None:
     assert result.exit_code == 2 and "VLLM_ENABLE_RESPONSES_API_STORE" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--front", "rust"], "not supported by vllm-rs"), ([], "requires --api-keys")],
-)
-def test_fair_backlog_requires_api_keys(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(main, ["serve", "frontend", "--fair-backlog", "1000", *arguments])
-    assert result.exit_code == 2 and "--fair-backlog" in result.stderr and message in result.stderr
+def test_fair_backlog_requires_api_keys() -> None:
+    result = CliRunner().invoke(main, ["serve", "frontend", "--fair-backlog", "1000"])
+    assert result.exit_code == 2 and "--fair-backlog: requires --api-keys" in result.stderr
+
+
+def test_the_key_of_edges_is_made_once_and_no_users(file: Path) -> None:
+    make(file, "a")
+    edge_key = read_keys(file).edge_key
+    assert edge_key and KeyIndex(read_keys(file)).holder(edge_key) is None
+    make(file, "b")
+    assert read_keys(file).edge_key == edge_key
+    assert edge_key.rpartition("-")[2] not in run(file, "list", "-o", "json").stdout
+    assert len(json.loads(run(file, "list", "-o", "json").stdout)["keys"]) == 2
+
+
+def test_vllm_rs_needs_a_key_of_edges_and_no_further_routes(file: Path) -> None:
+    """A file of an earlier version has none."""
+    tenant_keys, _ = TenantKeys(tenants=(Tenant(name="a"),)).with_key("a", "now")
+    file.write_bytes(msgspec.json.encode(tenant_keys))
+    command = ["serve", "frontend", "--front", "rust", "--api-keys", str(file)]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2 and "any `tailrace keys make` adds it" in result.stderr
+    run(file, "make", "a", "--no-key")
+    result = CliRunner().invoke(main, command, env={"VLLM_SERVER_DEV_MODE": "1"})
+    assert result.exit_code == 2 and "VLLM_SERVER_DEV_MODE" in result.stderr
 
 
 def test_http_port_beyond_loopback_requires_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from frontend_svc.api_server.demand import NotAnObject, demand_of
+from tailrace.tenancy.demand import NotAnObject, demand_of
 
 HELLO = {"role": "user", "content": "hello"}
 

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import msgspec
 
-from frontend_svc.api_server.large_lane import SEQUENCE_LOOP_S
-
 # Types of content parts whose text is not tokenized: vLLM's, OpenAI's and Anthropic's.
 _MEDIA_TYPES: Final = frozenset(
     {
@@ -41,6 +39,8 @@ _DIGITS_MAX: Final = 4_300
 # Rough seconds of the event loop in vLLM's parsing, validation and rendering, per byte, comma and item of a
 # list that becomes an object; measured with 4 MiB of text, of token ids, and 30,000 messages.
 _BYTE_S, _COMMA_S, _ITEM_S = 2e-9, 5e-8, 2e-5
+SEQUENCE_LOOP_S: Final = 2e-4
+"""Seconds of the event loop that submitting one sequence to the engine takes, roughly."""
 
 
 class NotAnObject(Exception):
@@ -58,6 +58,8 @@ class Demand:
     messages: int = 0
     # Prompts or inputs (counted likewise), times the answers to each.
     sequences: int = 1
+    # Whether images or other media are among its content, or tensors.
+    media: bool = False
     # Whether it may be a beam search, which submits a prompt for each token of each sequence.
     beams: bool = False
     # Estimated seconds for which it occupies the event loop, before anything is generated.
@@ -138,6 +140,7 @@ def demand_of(body: bytes, max_messages: int, max_sequences: int) -> Demand:
         len(body) - media_bytes,
         min(counted, max_messages + 1),
         sequences,
+        media_bytes > 0,
         bytes(fields.use_beam_search) not in (b"", b"false", b"null"),
         loop_s,
     )

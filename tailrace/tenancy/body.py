@@ -1,0 +1,178 @@
+"""Judge a request's body before anything is done with it. Pure.
+
+vLLM parses JSON of any depth, and accepts text that cannot be encoded (a lone surrogate), which fails only
+when the request is sent to the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from tailrace.tenancy.demand import Demand, NotAnObject, demand_of
+from tailrace.tenancy.meter import LimitExceeded
+
+MAX_NESTING: Final = 100
+"""Deepest nesting of a body. Deeper values overflow the stack somewhere: templates, schemas, copies."""
+LARGE_BODY_BYTES: Final = 1 << 18
+"""A larger body is checked in a thread, block by block, and a field of it is not looked for."""
+
+# By byte: what it adds to the level of nesting.
+_LEVELS: Final = np.zeros(256, np.int8)
+_LEVELS[[*b"[{"]], _LEVELS[[*b"]}"]] = 1, -1
+_QUOTE: Final = ord('"')
+_BACKSLASH: Final = ord("\\")
+_LONE_SURROGATE: Final = "has a lone surrogate (half of a UTF-16 pair), which is not valid Unicode."
+# A field's name in an error message.
+_SHOWN_MAX: Final = 60
+
+
+class LimitRefusal(Exception):
+    """A limit refuses the request. `retry_after_s`: 0 if trying again is of no use."""
+
+    def __init__(self, status: HTTPStatus, message: str, retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """Return the type of OpenAI's error object."""
+        return _KINDS.get(self.status, "BadRequestError")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the header that says when to try again, if it is of use."""
+        return {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+
+
+_KINDS: Final = {
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
+    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+}
+
+
+def refusal_of(exceeded: LimitExceeded) -> LimitRefusal:
+    """Return the refusal for an exceeded limit of a tenant."""
+    status = HTTPStatus.TOO_MANY_REQUESTS if exceeded.retry_after_s else HTTPStatus.BAD_REQUEST
+    return LimitRefusal(status, f"Limit exceeded: {exceeded.reason}.", exceeded.retry_after_s)
+
+
+def judge(
+    body: bytes, max_text_bytes: int, max_messages: int, max_sequences: int, takes_media: bool = True
+) -> Demand:
+    """Return what a JSON body asks for. Raise LimitRefusal if it is too much, or no JSON object.
+
+    Of sequences, no more are counted than are allowed, and one: who counts them refuses these.
+    """
+
+    def too_much_text(size: int) -> LimitRefusal:
+        besides = " besides images and other media" if takes_media else ""
+        message = f"A request's body may have at most {max_text_bytes} bytes{besides}, not {size}."
+        return LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+
+    if body.count(b",") > max_text_bytes:
+        # Media have none to speak of. To read so many values takes long.
+        raise too_much_text(len(body))
+    try:
+        demand = demand_of(body, max_messages, max_sequences)
+    except NotAnObject:
+        if len(body) > max_text_bytes:
+            raise too_much_text(len(body)) from None
+        message = problem_with_body(body) or "The body is not a valid JSON object."
+        raise LimitRefusal(HTTPStatus.BAD_REQUEST, message) from None
+    if demand.text_bytes > max_text_bytes:
+        raise too_much_text(demand.text_bytes)
+    if demand.messages > max_messages:
+        message = f"A request may have at most {max_messages} messages, content parts and tools."
+        raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)
+    return demand
+
+
+def too_many_sequences(most: int) -> LimitRefusal:
+    """Return the refusal of a request for more sequences than these."""
+    message = f"A request may have at most {most} sequences (prompts times n)."
+    return LimitRefusal(HTTPStatus.BAD_REQUEST, message)
+
+
+def problem_with_body(body: bytes) -> str:
+    """Return why a body is refused; empty if it is not. What is no JSON at all is left to vLLM."""
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            return f"The body is not UTF-8: {error.reason} at byte {error.start}."
+    # Python's parser takes UTF-16 and UTF-32 as well, whose ASCII characters have null bytes.
+    if b"\0" in body:
+        return "The body is not UTF-8: it has null bytes."
+    if body.count(b"[") + body.count(b"{") > MAX_NESTING and _is_deep(body):
+        return f"The body is nested more than {MAX_NESTING} levels deep."
+    if b"\\u" not in body:
+        return ""
+    try:
+        # Strict, and fast.
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        if len(body) > LARGE_BODY_BYTES:
+            return f"The body is not JSON, or it {_LONE_SURROGATE}"
+        where = _lone_surrogate(body)
+        return f"{where} {_LONE_SURROGATE}" if where else ""
+    return ""
+
+
+def _is_deep(body: bytes) -> bool:
+    text = np.frombuffer(body, np.uint8)
+    level, in_string, backslashes = 0, 0, 0
+    for start in range(0, len(text), LARGE_BODY_BYTES):
+        block = text[start : start + LARGE_BODY_BYTES]
+        # How many backslashes end at each byte; an odd number escapes the next one.
+        at = np.arange(1, len(block) + 1, dtype=np.int32)
+        others = np.maximum.accumulate(np.where(block == _BACKSLASH, -backslashes, at))
+        runs = np.concatenate(([backslashes], at - others))
+        backslashes = int(runs[-1])
+        quotes = np.cumsum((block == _QUOTE) & (runs[:-1] & 1 == 0), dtype=np.int32) + in_string
+        in_string = int(quotes[-1]) & 1
+        levels = np.cumsum(np.where(quotes & 1, 0, _LEVELS[block]), dtype=np.int32) + level
+        if levels.max() > MAX_NESTING:
+            return True
+        level = int(levels[-1])
+    return False
+
+
+def _lone_surrogate(body: bytes) -> str:
+    """Return the first field that has one; empty if none has, or the body is not JSON."""
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        return ""
+    return next((path or "The body" for path, text in _texts(parsed, "") if not _is_encodable(text)), "")
+
+
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield each string in a value with the path of its field; the names of fields, too."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for number, element in enumerate(value):
+            yield from _texts(element, f"{path}[{number}]")
+    elif isinstance(value, dict):
+        for name, element in value.items():
+            shown = ascii(name)[1:-1][:_SHOWN_MAX]
+            inside = f"{path}.{shown}" if path else shown
+            yield inside, name
+            yield from _texts(element, inside)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,89 @@
+"""What an edge holds for a request until Envoy says that it has ended, and what front ends report."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from edge_svc.configuration import Bounds
+from edge_svc.ends import ends
+from edge_svc.limits import Limits
+from edge_svc.usage import Usage
+from tailrace.service.channels import Channels
+from tailrace.tenancy.body import LimitRefusal
+from tailrace.tenancy.keys import Tenant
+from tailrace.v1 import usage_pb2
+
+ONE = Tenant(name="a", concurrency=1)
+
+
+async def test_a_question_that_comes_after_its_requests_end_counts_nothing() -> None:
+    """Envoy has ended a request whose client left, and the edge still reads what it asked."""
+    limits = Limits(Bounds(), has_tenants=True)
+    limits.end("gone", 0)
+    late = limits.open("gone", ONE)
+    await limits.check(late)
+    await limits.begin(late, 1, 10, tokenizes=False)
+    assert limits.opened == 0
+    other = limits.open("other", ONE)
+    await limits.begin(other, 1, 10, tokenizes=False)
+    third = limits.open("third", ONE)
+    with pytest.raises(LimitRefusal, match="1 of 1 sequences"):
+        await limits.check(third)
+
+
+async def test_the_next_request_waits_for_the_end_of_the_one_before_it() -> None:
+    limits = Limits(Bounds(), has_tenants=True)
+    await limits.begin(limits.open("first", ONE), 1, 10, tokenizes=False)
+    second = limits.open("second", ONE)
+    waiting = asyncio.create_task(limits.begin(second, 1, 10, tokenizes=False))
+    await asyncio.sleep(0)
+    limits.end("first", 200)
+    await waiting
+    assert second.sequences == 1
+
+
+async def test_bodies_that_arrive_are_bounded_for_each_tenant() -> None:
+    limits = Limits(Bounds(max_bodies_bytes=1 << 20), has_tenants=True)
+    a, b = Tenant(name="a"), Tenant(name="b")
+    for number in range(512):
+        await limits.check(limits.open(f"a{number}", a))
+    with pytest.raises(LimitRefusal, match="still arriving of one key's tenant"):
+        await limits.check(limits.open("one more", a))
+    await limits.check(limits.open("b0", b))
+    with pytest.raises(LimitRefusal, match="bytes of request bodies of one key's tenant"):
+        limits.hold(limits.open("a0", a), 600 << 10)
+    for number in range(512):
+        limits.end(f"a{number}", 200)
+    await limits.check(limits.open("again", a))
+
+
+async def test_lines_of_a_pipe_in_pieces(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    path = tmp_path / "ended"
+    with (
+        ends(path, lambda ticket, status: seen.append((ticket, status))),
+        path.open("wb", buffering=0) as pipe,
+    ):
+        for piece in (b"one 200\ntw", b"o 0\n- 404\nbad\n", b"x" * 5_000, b"\nlast 503\n"):
+            pipe.write(piece)
+            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while ("last", 503) not in seen:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert seen == [("one", 200), ("two", 0), ("-", 404), ("last", 503)]
+
+
+async def test_tokens_are_charged_once() -> None:
+    charged: list[tuple[str, int]] = []
+    usage = Usage(
+        Channels(), lambda tenant, tokens: charged.append((tenant, tokens)), CollectorRegistry(), True
+    )
+    for run, tokens in (("r", {"a": 5}), ("r", {"a": 9}), ("s", {"a": 2}), ("r", {"a": 9, "b": 1})):
+        usage._heard("x:1", usage_pb2.UsageReport(run=run, tokens=tokens, knows_tenants=True))
+    # Of what was used before the edge listened, nothing.
+    assert charged == [("a", 4), ("b", 1)]
+    await usage.close()
