@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from frontend_svc.admission import Refusal
-from tailrace.request_ids import MAX_BYTES, is_own_id, matching, own_id, problem_with
+from tailrace.request_ids import (
+    MAX_BYTES,
+    is_own_id,
+    matching,
+    name_at_edge,
+    own_id,
+    problem_with,
+    read_name_at_edge,
+)
 from tailrace.v1 import worker_pb2
 from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_full_request
 from tests.frontend.conftest import Rig, eventually
@@ -22,6 +30,24 @@ def test_random_id_stays(name: str) -> None:
     own = own_id(name)
     assert own.startswith(f"{name}-") and own != own_id(name)
     assert is_own_id(own) and is_own_id(f"0_{own}")
+
+
+@pytest.mark.parametrize("chosen", ["", RANDOM, "job", "my own-7", "chatcmpl-job-3", f"{RANDOM}.0badcafe"])
+def test_an_edges_id_says_whose_it_is_and_is_found_by_the_clients(chosen: str) -> None:
+    name, key_id = read_name_at_edge(f"cmpl-{name_at_edge(chosen, '5f0c22ab91de')}")
+    assert key_id == "5f0c22ab91de"
+    own = own_id(name)
+    assert is_own_id(own) and own.startswith(f"{name}-")
+    if chosen:
+        assert matching(chosen, [own]) == [own]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cmpl-job.5f0c22ab91de", f"cmpl-{RANDOM}", f"cmpl-{RANDOM}.", f"embd-{RANDOM}.0a", f"{RANDOM}.0a"],
+)
+def test_what_no_edge_made_says_nothing(name: str) -> None:
+    assert read_name_at_edge(name) == (name, "")
 
 
 @pytest.mark.parametrize(

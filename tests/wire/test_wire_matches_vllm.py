@@ -113,6 +113,16 @@ def test_request_for_engines_differs_in_ids_alone(vllm_engine: Any, serial: Any)
     assert decoded.request_id == "ours" and decoded.session_id == "talk"
 
 
+def test_the_tenant_decides_salt_and_priority(vllm_engine: Any, serial: Any) -> None:
+    request = _request(vllm_engine, [7] * 20_000, max_tokens=99)
+    frames = wire.for_engines(_encode(serial, request), "ours", wire.OfTenant("/tenant/1/a/", 3))
+    decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreRequest).decode(frames)
+    assert (decoded.cache_salt, decoded.priority) == ("/tenant/1/a/", 3)
+    request.request_id, request.external_req_id, request.trace_headers = "ours", None, None
+    request.cache_salt, request.priority = "/tenant/1/a/", 3
+    assert frames == _encode(serial, request)
+
+
 def test_outputs_are_renamed(vllm_engine: Any, serial: Any) -> None:
     def message(first: str, second: str) -> list[bytes]:
         outputs = [
