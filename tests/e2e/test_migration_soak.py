@@ -84,9 +84,9 @@ class Use:
     # Of vLLM workers.
     held: Held = NOTHING_HELD
 
-    def over(self, before: Use) -> list[str]:
+    def over(self, before: Use, spare_mb: float) -> list[str]:
         """Return what is more than 2% over the use before; a few descriptors and mappings are a cache's."""
-        spares = {"descriptors": 3, "mappings": 8, "kv_mappings": 4, "tasks": 2, "resident_mb": 1}
+        spares = {"descriptors": 3, "mappings": 8, "kv_mappings": 4, "tasks": 2, "resident_mb": spare_mb}
         found = [
             name
             for name, spare in spares.items()
@@ -358,7 +358,8 @@ def soak(fleet: Fleet, workers: tuple[str, ...], count: int) -> None:
 
 
 def over(before: dict[str, Use], after: dict[str, Use]) -> dict[str, list[str]]:
-    found = {name: now.over(before[name]) for name, now in after.items()}
+    # vllm-rs, an API server, has 55 to 58 MiB resident from one minute to the next.
+    found = {name: now.over(before[name], 3.0 if "/" in name else 1.0) for name, now in after.items()}
     return {name: what for name, what in found.items() if what}
 
 
