@@ -752,6 +752,7 @@ _SERVED_BY: Final = {
     "BidAsk": "worker",
     "Cache": "worker",
     "Answers": "frontend",
+    "Usage": "frontend",
 }
 
 
