@@ -14,8 +14,10 @@ from edge_svc.configuration import Endpoints
 from tailrace.records import AdapterRecord, ServiceRecord
 
 TOKENIZING: Final = frozenset({"/tokenize", "/detokenize"})
-"""Paths that no engine answers."""
-RUST_PATHS: Final = TOKENIZING | {"/v1/chat/completions", "/v1/completions"}
+GENERATING: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+STATE: Final = frozenset({"/metrics", "/load", "/version"})
+"""Paths of vLLM's that tell the state of one API server."""
+RUST_PATHS: Final = TOKENIZING | GENERATING | STATE
 """Paths that vllm-rs answers."""
 # What it lacks of them (docs/api-servers.md): these fields of a body with another value than the named ones.
 # It answers with 400, or ignores the field.

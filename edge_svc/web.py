@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter
 
 from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS, TICKET, UNAVAILABLE, Bounds
-from edge_svc.directory import RUST_PATHS, TOKENIZING, Asked, Directory, Served
+from edge_svc.directory import GENERATING, RUST_PATHS, STATE, TOKENIZING, Asked, Directory, Served
 from edge_svc.limits import Limits, Open
 from edge_svc.usage import Usage
 from tailrace.bounded import printable, shown
@@ -27,9 +27,7 @@ from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
 
 # Paths of API servers that are for users.
 _ROUTES: Final = ("/v1/", "/v2/")
-_OTHER_ROUTES: Final = frozenset(
-    {"/tokenize", "/detokenize", "/pooling", "/score", "/rerank", "/classify", "/invocations"}
-)
+_OTHER_ROUTES: Final = TOKENIZING | STATE | {"/pooling", "/score", "/rerank", "/classify", "/invocations"}
 # A newline, too: whoever has no key is told so whatever the path.
 _ANY_PATH: Final = r"{path:[\s\S]*}"
 # Of a name or a path in an error.
@@ -189,7 +187,7 @@ class Answers:
             if not served.python:
                 raise LimitRefusal(HTTPStatus.BAD_REQUEST, problem)
             return served.python, {}
-        if self._usage is not None and path not in TOKENIZING:
+        if self._usage is not None and path in GENERATING:
             self._usage.check(served.rust, "" if tenant is None else tenant.name)
         await self._limits.begin(opened, demand.sequences, demand.text_bytes, path in TOKENIZING)
         if holder is None or self._keys is None:

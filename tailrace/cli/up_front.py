@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,9 @@ from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.requirements import Missing, require_proxy, vllm_version
 from tailrace.service import vllm_rs
 
+# Options of front ends that are those of the edge before them, too.
 _INSECURE: Final = "--insecure"
+_KEYS: Final = "--api-keys"
 
 
 def with_front(options: ClusterOptions, say: Callable[[str], None]) -> ClusterOptions:
@@ -26,8 +28,18 @@ def with_front(options: ClusterOptions, say: Callable[[str], None]) -> ClusterOp
     edge, arguments = options.edge, options.edge_arguments
     if not edge and models[0].front is Front.BOTH:
         edge = format_address(options.host, options.port)
-        arguments = (_INSECURE,) if _INSECURE in options.frontend_arguments else ()
+        arguments = _edge_arguments(options.frontend_arguments)
     return replace(models[0], others=tuple(models[1:]), edge=edge, edge_arguments=arguments)
+
+
+def _edge_arguments(frontend: Sequence[str]) -> tuple[str, ...]:
+    found, words = [], iter(frontend)
+    for word in words:
+        if word == _KEYS:
+            found += [word, next(words)]
+        elif word == _INSECURE or word.startswith(f"{_KEYS}="):
+            found.append(word)
+    return tuple(found)
 
 
 def _front(options: ClusterOptions, say: Callable[[str], None]) -> Front:

@@ -16,6 +16,8 @@ from tailrace.cli.up_front import with_front
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.service import vllm_rs
 from tailrace.service.vllm_line import VllmLine
+from tailrace.tenancy.file import locked_key_file
+from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tiny import MODEL_PATH
 from tests.harness.working_folder import WorkingFolder
 from tests.waiting import WAIT_S
@@ -73,6 +75,22 @@ def test_the_python_app_serves_alone_where_only_it_can(
     )
     assert (options.front, options.edge) == (Front.PYTHON, "")
     assert len(told) == 1 and reason in told[0]
+
+
+@needs_vllm_rs
+def test_the_edge_asks_for_the_keys_that_front_ends_know(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    keys = TenantKeys().with_tenant(Tenant(name="a"))
+    for given in (("--api-keys", str(file)), (f"--api-keys={file}",)):
+        with locked_key_file(file) as replace:
+            replace(keys)
+        options, told = chosen(ClusterOptions(model=str(MODEL_PATH), frontend_arguments=given))
+        assert options.front is Front.PYTHON
+        assert "has no key of edges" in told[0]
+        with locked_key_file(file) as replace:
+            replace(keys.with_edge_key("now"))
+        options, told = chosen(ClusterOptions(model=str(MODEL_PATH), frontend_arguments=given))
+        assert (options.front, options.edge_arguments, told) == (Front.BOTH, given, [])
 
 
 @needs_vllm_rs

@@ -27,8 +27,8 @@ from tests.waiting import WAIT_S
 pytestmark = pytest.mark.fleet
 
 DEPLOY: Final = Path(__file__).parents[2] / "deploy"
-# Labels that prometheus.yml gives each target.
-OF_TARGETS: Final = {"member", "job"}
+# Labels that prometheus.yml gives each target; of a fleet with several clusters, also which it is in.
+OF_TARGETS: Final = {"member", "job", "cluster"}
 _NAMED: Final = re.compile(r"\b(tailrace_\w+)(?:\{([^}]*)\})?")
 _CHOICE: Final = re.compile(r"(\w+)\s*(=~|!~|!=|=)\s*\"([^\"]*)\"")
 _GROUPED: Final = re.compile(r"\bby\s*\(([^)]*)\)")

@@ -88,6 +88,7 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
         ("/v1/responses", Asked(), False),
         ("/v1/embeddings", Asked(), False),
         ("/tokenize", Asked(), True),
+        ("/metrics", Asked(), True),
     ],
 )
 def test_vllm_rs_gets_what_it_can_answer(path: str, asked: Asked, rust: bool) -> None:

@@ -114,6 +114,13 @@ def test_each_model_answers_at_one_address(fleet: Fleet) -> None:
     assert [each.id for each in api.models.list()] == [*MODELS]
 
 
+def test_the_state_of_a_models_api_server(fleet: Fleet) -> None:
+    reply = httpx.get(f"{edge_url(fleet)}/metrics", params={"model": "first"}, timeout=WAIT_S)
+    assert reply.status_code == 200
+    assert 'model_name="first"' in reply.text
+    assert call(edge_url(fleet), "/version?model=first")[0] == 200
+
+
 def test_a_model_that_is_not_there(fleet: Fleet) -> None:
     status, reply = call(edge_url(fleet), "/v1/completions", b'{"model": "third", "prompt": "x"}')
     assert status == 404
@@ -143,7 +150,8 @@ def test_a_model_that_is_not_there(fleet: Fleet) -> None:
         ("/v1/completions?model=" + "a" * 20_000, b'{"prompt": "x"}', 404, "does not exist"),
         ("/v1/models", b"{}", 405, "Method Not Allowed"),
         ("/v1/completions", b'{"model": "' + b"a" * 70_000 + b'"}', 413, "larger than 65536 bytes"),
-        ("/metrics", b"", 404, "not served here"),
+        ("/server_info", b"", 404, "not served here"),
+        ("/metrics", b"", 400, "name one in the field model"),
         ("/reset_prefix_cache", b'{"model": "first"}', 404, "not served here"),
         ("/edge/model/v1/models", b"", 404, "not served here"),
     ],

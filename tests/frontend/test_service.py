@@ -127,7 +127,9 @@ async def test_service_exits_with_one_line_when_the_api_server_dies(tmp_path: Pa
 async def test_api_server_dies_with_a_killed_service(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         sleeper = tmp_path / "vllm-rs"
-        sleeper.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+        # First it is only asked about its flags.
+        asked = 'case "$*" in *"--engine-count none"*) exit 0;; esac'
+        sleeper.write_text(f"#!/bin/sh\n{asked}\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
         sleeper.chmod(0o755)
         arguments = ("--front", "rust", "--vllm-rs", str(sleeper), "--http", "127.0.0.1:0")
         async with front_end(etcd, *arguments) as process:
