@@ -25,6 +25,8 @@ CLUSTER: Final = "x-tailrace-cluster"
 """Header of the edge's answers, and of nobody else's requests: Envoy replaces what a client sent."""
 TICKET: Final = "x-tailrace-ticket"
 """Header by which the edge and the line about a request's end know it; Envoy replaces what a client sent."""
+LENGTH: Final = "x-tailrace-length"
+"""Header with the length of the body that the client announces, or `-`; Envoy replaces what a client sent."""
 KEY_CHECK: Final = "/edge/key"
 """Prefix of the path of a question with the headers alone."""
 MODEL_CHOICE: Final = "/edge/model"
@@ -52,7 +54,7 @@ _TLS: Final = {"tls": True}
 _ASK_S: Final = 10.0
 _CONNECT_S: Final = 5.0
 # What the edge reads of a request; everything else stays in Envoy.
-_ASKED_HEADERS: Final = ("authorization", "content-type", "x-request-id", "x-session-id", TICKET)
+_ASKED_HEADERS: Final = ("authorization", "content-type", "x-request-id", "x-session-id", TICKET, LENGTH)
 # What vllm-rs gets instead of the client's.
 _CHANGED_HEADERS: Final = (CLUSTER, "authorization", "x-request-id")
 _ANSWERED_HEADERS: Final = ("content-type", "retry-after", "www-authenticate")
@@ -455,11 +457,12 @@ def _ask(name: str, prefix: str, body_bytes: int, timeout_s: float) -> dict[str,
 
 
 def _with_ticket() -> dict[str, Any]:
-    header = {"key": TICKET, "value": "%UNIQUE_ID%"}
+    headers = ({"key": TICKET, "value": "%UNIQUE_ID%"}, {"key": LENGTH, "value": "%REQ(CONTENT-LENGTH)%"})
     return {
         "mutations": {
             "request_mutations": [
                 {"append": {"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}}
+                for header in headers
             ]
         }
     }

@@ -16,8 +16,10 @@ from typing import Final
 
 from edge_svc.configuration import Bounds
 from tailrace.tenancy.body import refusal_of
+from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.meter import Bodies, Body, LimitExceeded, Meter
+from tailrace.tenancy.pace import Pace
 
 # Requests whose bodies may be arriving; half of them for one tenant.
 _MAX_ARRIVING: Final = 1_024
@@ -27,6 +29,10 @@ _END_S: Final = 0.1
 _MAX_WAITING: Final = 4
 # Ended requests that are remembered, since a question about one that was cancelled may still come.
 _MAX_ENDED: Final = 16_384
+# Seconds of a front end's event loop for placing a sequence and forwarding a token, and of vllm-rs for a byte
+# of text, roughly: the busiest parts of a request's way.
+_SEQUENCE_S: Final = 6e-4
+_TEXT_BYTE_S: Final = 1e-8
 # As front ends charge a prompt that is refused once it is tokenized.
 _BYTES_PER_TOKEN: Final = 4
 
@@ -61,6 +67,7 @@ class Limits:
         # Set at the next end.
         self._end = asyncio.Event()
         self._waiting: Counter[str] = Counter()
+        self._pace = Pace()
 
     @property
     def opened(self) -> int:
@@ -79,13 +86,15 @@ class Limits:
                 self._open[ticket] = found
         return found
 
-    async def check(self, request: Open) -> None:
-        """Refuse a request before its body is read if it cannot be admitted later. Raise LimitRefusal."""
+    async def check(self, request: Open, announced: int) -> None:
+        """Refuse a request before its body of `announced` bytes is read if it cannot be admitted later; 0:
+        that is not known. Raise LimitRefusal."""
         tenant = request.tenant
         if tenant is None:
             return
         await self._until_one_ends(tenant, 1)
         _raise(self._meter.refusal(tenant, self._clock()))
+        _raise(request.body.grow(announced))
         _raise(request.body.begin_arriving())
 
     def hold(self, request: Open, size: int) -> None:
@@ -93,20 +102,25 @@ class Limits:
         request.body.end_arriving()
         _raise(request.body.grow(size))
 
-    async def begin(self, request: Open, sequences: int, text_bytes: int, tokenizes: bool) -> None:
-        """Count a request for vllm-rs until it ends. Raise LimitRefusal.
+    async def begin(self, request: Open, demand: Demand, tokenizes: bool) -> None:
+        """Count a request for vllm-rs until it ends, once others have their share. Raise LimitRefusal.
 
-        `tokenizes`: whether it only has a text of `text_bytes` tokenized, which no front end counts.
+        `tokenizes`: whether it only has its text tokenized, which no front end counts.
         """
+        sequences = demand.sequences
         tenant = request.tenant
         if tenant is None:
             return
         await self._until_one_ends(tenant, sequences)
         if request.ended:
             return
+        cost_s = _SEQUENCE_S * sequences + _TEXT_BYTE_S * demand.text_bytes + demand.loop_s
+        _raise(await self._pace.wait(tenant.name, cost_s))
+        if request.ended:
+            return
         _raise(self._meter.begin(tenant, self._clock(), sequences))
         request.sequences = sequences
-        tokens = text_bytes // _BYTES_PER_TOKEN
+        tokens = demand.text_bytes // _BYTES_PER_TOKEN
         request.tokens, request.tokens_if_refused = (tokens, 0) if tokenizes else (0, tokens)
 
     def charge(self, tenant: Tenant, tokens: int) -> None:

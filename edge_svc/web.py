@@ -13,7 +13,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, Counter
 
-from edge_svc.configuration import CLUSTER, KEY_CHECK, MODEL_CHOICE, OWN_PATHS, TICKET, UNAVAILABLE, Bounds
+from edge_svc.configuration import (
+    CLUSTER,
+    KEY_CHECK,
+    LENGTH,
+    MODEL_CHOICE,
+    OWN_PATHS,
+    TICKET,
+    UNAVAILABLE,
+    Bounds,
+)
 from edge_svc.directory import GENERATING, RUST_PATHS, STATE, TOKENIZING, Asked, Directory, Served
 from edge_svc.limits import Limits, Open
 from edge_svc.usage import Usage
@@ -80,7 +89,11 @@ class Answers:
     async def _check_key(self, request: web.Request) -> web.Response:
         if (holder := self._holder(request)) is not None:
             try:
-                await self._limits.check(self._open(request, holder))
+                length = request.headers.get(LENGTH, "")
+                announced = int(length[:18]) if length.isascii() and length.isdigit() else 0
+                if announced >= self._bounds.max_body_bytes:
+                    return self._too_large()
+                await self._limits.check(self._open(request, holder), announced)
             except LimitRefusal as refused:
                 return self._refused(refused)
             return web.Response()
@@ -100,7 +113,7 @@ class Answers:
         size = request.content_length or 0
         if size >= self._bounds.max_body_bytes:
             # It may be cut.
-            return self._refused(LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._bounds.too_large))
+            return self._too_large()
         holder = self._holder(request)
         if self._keys is not None and holder is None and request.method != "OPTIONS":
             # It was revoked while the body came.
@@ -189,7 +202,7 @@ class Answers:
             return served.python, {}
         if self._usage is not None and path in GENERATING:
             self._usage.check(served.rust, "" if tenant is None else tenant.name)
-        await self._limits.begin(opened, demand.sequences, demand.text_bytes, path in TOKENIZING)
+        await self._limits.begin(opened, demand, path in TOKENIZING)
         if holder is None or self._keys is None:
             return served.rust, {}
         headers = {"x-request-id": name_at_edge(request.headers.get("x-request-id", ""), holder.key_id)}
@@ -231,6 +244,9 @@ class Answers:
     def _open(self, request: web.Request, holder: Holder | None) -> Open:
         ticket = request.headers.get(TICKET, "")
         return self._limits.open(ticket, None if holder is None else holder.tenant)
+
+    def _too_large(self) -> web.Response:
+        return self._refused(LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._bounds.too_large))
 
     def _refused(self, refused: LimitRefusal) -> web.Response:
         self._requests.labels("refused").inc()

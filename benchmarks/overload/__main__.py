@@ -52,6 +52,7 @@ from benchmarks.overload.front_end import (
     SPEED,
     make_keys,
     measure_capacity,
+    run_behind_edge,
     run_front_end,
     start_cluster,
 )
@@ -89,6 +90,11 @@ def main() -> int:
         help="tokens of the first tenant's prompts in the fourth part",
     )
     parser.add_argument(
+        "--large-edge",
+        action="store_true",
+        help="the fourth part: vllm-rs behind an edge in place of the Python app",
+    )
+    parser.add_argument(
         "--large-per-minute",
         type=float,
         default=0.0,
@@ -113,7 +119,8 @@ def main() -> int:
             file = folder / "keys.json"
             keys = make_keys(file, options.large_per_minute)
             cluster = stack.enter_context(start_cluster(folder, options.large_speed))
-            front = stack.enter_context(run_front_end(cluster, folder, file, keys))
+            run = run_behind_edge if options.large_edge else run_front_end
+            front = stack.enter_context(run(cluster, folder, file, keys))
             asyncio.run(front.send("patient", at_random(2.0, 5.0, 99), options.small_tokens))  # warm up
             names = [kind for kind in options.large.split(",") if kind]
             large = asyncio.run(

@@ -37,7 +37,7 @@ class FrontEndClient:
 
     def __init__(self, url: str, pid: int, keys: Mapping[str, str]) -> None:
         self.url = url
-        self._pid = pid
+        self.pid = pid
         self._keys = keys
         self._sent = 0
 
@@ -54,7 +54,7 @@ class FrontEndClient:
 
     def resident_mib(self) -> float:
         """Return the resident memory of the front end and its API server."""
-        return sum(map(resident_bytes, descendants(self._pid))) / (1 << 20)
+        return sum(map(resident_bytes, descendants(self.pid))) / (1 << 20)
 
     async def send(
         self, tenant: str, times_s: Iterable[float], tokens: int = PROMPT_TOKENS
@@ -71,7 +71,7 @@ class FrontEndClient:
     async def refusal_cpu_s(self, tenant: str) -> float:
         """Send requests one after the other beyond the tenant's limit; return the CPU seconds of the front
         end and its API server for each that is refused."""
-        pids = descendants(self._pid)
+        pids = descendants(self.pid)
         began_s, refused = cpu_seconds(pids), 0
         while refused < _REFUSALS:
             before_s = cpu_seconds(pids)
@@ -119,6 +119,27 @@ def run_front_end(
         finally:
             process.terminate()
             process.wait(timeout=60)
+
+
+@contextmanager
+def run_behind_edge(
+    cluster: TailraceCluster, folder: Path, file: Path, keys: Mapping[str, str]
+) -> Iterator[FrontEndClient]:
+    """Run another front end of the cluster with vllm-rs, and an edge with the keys of `file` before it."""
+    with run_front_end(cluster, folder, file, keys, "--front", "rust") as front:
+        (port,) = free_ports(1)
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "tailrace", "serve", "edge", "--etcd", cluster.etcd]
+        command += ["--http", f"127.0.0.1:{port}", "--api-keys", str(file)]
+        with (folder / f"edge-{port}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            try:
+                if not wait_until_up(f"{url}/ready", process, 60):
+                    raise RuntimeError("the edge did not start")
+                yield FrontEndClient(url, front.pid, keys)
+            finally:
+                process.terminate()
+                process.wait(timeout=60)
 
 
 def _make_key(file: Path, tenant: str, *limits: str) -> str:

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from tailrace.tenancy.fair_queue import FairQueue, Queued
+from tailrace.tenancy.pace import ALONE_AFTER_S, TENANT_SHARE, Arrivals
 
 LARGE_BYTES: Final = 32 << 10
 """Text of more bytes is large, whatever it costs the event loop."""
@@ -38,9 +39,6 @@ _MAX_TURN_S: Final = 10.0
 # request has come for so many seconds.
 _LOOP_SHARE: Final = 0.1
 _ALONE_SHARE: Final = 0.5
-# Share that the small requests of one tenant may take while another's come: 125 a second.
-_TENANT_SHARE: Final = 0.25
-_ALONE_AFTER_S: Final = 1.0
 # A thread that computes in Python gives the interpreter back to the event loop after this time; Python's
 # default is 5 ms, several times in each small request.
 _SWITCH_S: Final = 0.0002
@@ -85,7 +83,7 @@ class LargeLane:
         self._stepping = asyncio.Lock()
         self._next_step_s = 0.0
         # The event loop's time when the last small request came.
-        self._small_s = -_ALONE_AFTER_S
+        self._small_s = -ALONE_AFTER_S
 
     def __len__(self) -> int:
         """Count the requests that wait."""
@@ -128,7 +126,7 @@ class LargeLane:
         loop = asyncio.get_running_loop()
         async with self._stepping:
             await asyncio.sleep(max(0.0, self._next_step_s - loop.time()))
-            alone = loop.time() - self._small_s >= _ALONE_AFTER_S
+            alone = loop.time() - self._small_s >= ALONE_AFTER_S
             self._next_step_s = loop.time() + _SEQUENCE_WAY_S / (_ALONE_SHARE if alone else _LOOP_SHARE)
 
     def small_came(self) -> None:
@@ -193,9 +191,7 @@ class Doors:
         self._longest_s = longest_s
         # Of tenants whose door is closed: a request is inside, or the next one may not enter yet.
         self._waiting: dict[str, deque[asyncio.Future[Pass]]] = {}
-        # Who sent the newest request, when, and when the newest one of anybody else came.
-        self._newest = ""
-        self._newest_s = self._other_s = -_ALONE_AFTER_S
+        self._arrivals = Arrivals()
 
     def __len__(self) -> int:
         """Count the requests that wait."""
@@ -204,9 +200,7 @@ class Doors:
     async def enter(self, tenant: str) -> Pass:
         """Wait for the pass of a tenant's request."""
         loop = asyncio.get_running_loop()
-        if tenant != self._newest:
-            self._newest, self._other_s = tenant, self._newest_s
-        self._newest_s = loop.time()
+        self._arrivals.came(tenant, loop.time())
         queue = self._waiting.get(tenant)
         if queue is None:
             self._waiting[tenant] = deque()
@@ -219,14 +213,17 @@ class Doors:
             if waiting.done() and not waiting.cancelled():
                 # It was given its pass in the same moment.
                 waiting.result().give_back()
+            else:
+                # Its turn may have come and have been passed on.
+                with suppress(ValueError):
+                    queue.remove(waiting)
             raise
 
     def pass_ended(self, tenant: str, began_s: float) -> None:
         """Open the door for the tenant's next request, later if others send some; for Pass alone."""
         loop = asyncio.get_running_loop()
-        other_s = self._other_s if tenant == self._newest else self._newest_s
-        open_s = began_s + REQUEST_LOOP_S / _TENANT_SHARE
-        if loop.time() - other_s < _ALONE_AFTER_S and open_s > loop.time():
+        open_s = began_s + REQUEST_LOOP_S / TENANT_SHARE
+        if self._arrivals.are_of_others(tenant, loop.time()) and open_s > loop.time():
             loop.call_at(open_s, self._open, tenant)
         else:
             self._open(tenant)

@@ -14,10 +14,12 @@ from edge_svc.limits import Limits
 from edge_svc.usage import Usage
 from tailrace.service.channels import Channels
 from tailrace.tenancy.body import LimitRefusal
+from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.keys import Tenant
 from tailrace.v1 import usage_pb2
 
 ONE = Tenant(name="a", concurrency=1)
+SMALL = Demand(text_bytes=10)
 
 
 async def test_a_question_that_comes_after_its_requests_end_counts_nothing() -> None:
@@ -25,21 +27,21 @@ async def test_a_question_that_comes_after_its_requests_end_counts_nothing() -> 
     limits = Limits(Bounds(), has_tenants=True)
     limits.end("gone", 0)
     late = limits.open("gone", ONE)
-    await limits.check(late)
-    await limits.begin(late, 1, 10, tokenizes=False)
+    await limits.check(late, 0)
+    await limits.begin(late, SMALL, tokenizes=False)
     assert limits.opened == 0
     other = limits.open("other", ONE)
-    await limits.begin(other, 1, 10, tokenizes=False)
+    await limits.begin(other, SMALL, tokenizes=False)
     third = limits.open("third", ONE)
     with pytest.raises(LimitRefusal, match="1 of 1 sequences"):
-        await limits.check(third)
+        await limits.check(third, 0)
 
 
 async def test_the_next_request_waits_for_the_end_of_the_one_before_it() -> None:
     limits = Limits(Bounds(), has_tenants=True)
-    await limits.begin(limits.open("first", ONE), 1, 10, tokenizes=False)
+    await limits.begin(limits.open("first", ONE), SMALL, tokenizes=False)
     second = limits.open("second", ONE)
-    waiting = asyncio.create_task(limits.begin(second, 1, 10, tokenizes=False))
+    waiting = asyncio.create_task(limits.begin(second, SMALL, tokenizes=False))
     await asyncio.sleep(0)
     limits.end("first", 200)
     await waiting
@@ -50,15 +52,39 @@ async def test_bodies_that_arrive_are_bounded_for_each_tenant() -> None:
     limits = Limits(Bounds(max_bodies_bytes=1 << 20), has_tenants=True)
     a, b = Tenant(name="a"), Tenant(name="b")
     for number in range(512):
-        await limits.check(limits.open(f"a{number}", a))
+        await limits.check(limits.open(f"a{number}", a), 0)
     with pytest.raises(LimitRefusal, match="still arriving of one key's tenant"):
-        await limits.check(limits.open("one more", a))
-    await limits.check(limits.open("b0", b))
+        await limits.check(limits.open("one more", a), 0)
+    await limits.check(limits.open("b0", b), 0)
     with pytest.raises(LimitRefusal, match="bytes of request bodies of one key's tenant"):
         limits.hold(limits.open("a0", a), 600 << 10)
     for number in range(512):
         limits.end(f"a{number}", 200)
-    await limits.check(limits.open("again", a))
+    # What is announced counts before it is read.
+    await limits.check(limits.open("again", a), 500 << 10)
+    with pytest.raises(LimitRefusal, match="bytes of request bodies of one key's tenant"):
+        await limits.check(limits.open("another", a), 100 << 10)
+
+
+async def test_one_tenants_requests_leave_others_most_of_the_time() -> None:
+    limits = Limits(Bounds(), has_tenants=True)
+    a, b = Tenant(name="a"), Tenant(name="b")
+    loop = asyncio.get_running_loop()
+
+    async def begin(name: str, tenant: Tenant, demand: Demand) -> float:
+        began_s = loop.time()
+        await limits.begin(limits.open(name, tenant), demand, tokenizes=True)
+        return loop.time() - began_s
+
+    large = Demand(loop_s=0.05)
+    await begin("alone", a, large)
+    await begin("of another", b, SMALL)
+    await begin("first", a, large)
+    # It waits until the one before it has taken a quarter of the time.
+    assert await begin("second", a, SMALL) >= 0.2
+    await begin("largest", a, Demand(loop_s=5.0))
+    with pytest.raises(LimitRefusal, match="their share"):
+        await begin("beyond", a, SMALL)
 
 
 async def test_lines_of_a_pipe_in_pieces(tmp_path: Path) -> None:
