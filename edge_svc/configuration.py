@@ -135,11 +135,12 @@ class Bounds:
         type=WholeRange(min=1 << 20),
         rare=True,
     )
-    # The next three are also the Python app's, which knows the length of the model's context.
+    # The next three are also the Python app's.
     max_text_bytes: int = setting(
-        8 << 20,
-        "Largest body for vllm-rs without its images and other media.",
-        type=WholeRange(min=1 << 10),
+        0,
+        "Largest body for vllm-rs without its images and other media; 0: 16 bytes for each token of context, "
+        "at least 1 MiB.",
+        type=WholeRange(min=0),
         rare=True,
     )
     max_messages: int = setting(

@@ -84,6 +84,11 @@ class Usage:
             message = "Too many requests of this key's tenant are queued; try again later."
             raise LimitRefusal(HTTPStatus.TOO_MANY_REQUESTS, message, _LATER_S)
 
+    def context_tokens(self, cluster: str) -> int:
+        """Return the shortest context of the cluster's front ends; 0 if none has said it."""
+        reports = [self._reports.get(address) for address in self._front_ends.get(cluster, ())]
+        return min((each.context_tokens for each in reports if each and each.context_tokens), default=0)
+
     async def _listen(self, address: str) -> None:
         problem = ""
         while True:

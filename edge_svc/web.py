@@ -29,7 +29,13 @@ from edge_svc.usage import Usage
 from tailrace.bounded import printable, shown
 from tailrace.request_ids import name_at_edge, problem_with
 from tailrace.service.openai_error import error_body
-from tailrace.tenancy.body import LARGE_BODY_BYTES, LimitRefusal, judge, too_many_sequences
+from tailrace.tenancy.body import (
+    LARGE_BODY_BYTES,
+    LimitRefusal,
+    judge,
+    max_text_bytes_of,
+    too_many_sequences,
+)
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
@@ -192,7 +198,7 @@ class Answers:
         demand = Demand()
         if body and not _is_form(request):
             bounds = self._bounds
-            most = bounds.max_text_bytes, bounds.max_messages, bounds.max_sequences
+            most = self._max_text_bytes(served.rust), bounds.max_messages, bounds.max_sequences
             demand = await _apart(body, lambda: judge(body, *most))
             if demand.sequences > bounds.max_sequences:
                 raise too_many_sequences(bounds.max_sequences)
@@ -209,6 +215,11 @@ class Answers:
         if edge_key := self._keys.index().edge_key:
             headers["authorization"] = f"Bearer {edge_key}"
         return served.rust, headers
+
+    def _max_text_bytes(self, cluster: str) -> int:
+        context = 0 if self._usage is None else self._usage.context_tokens(cluster)
+        by_context = max_text_bytes_of(context) if context else self._bounds.max_body_bytes
+        return self._bounds.max_text_bytes or by_context
 
     def _unknown(self, model: str | None) -> web.Response:
         directory = self._directory()

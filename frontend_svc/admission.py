@@ -14,6 +14,7 @@ import enum
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -151,6 +152,8 @@ class Readiness:
         self.serving = False
         """Whether users can connect."""
         self.admission: AdmissionReader | None = None
+        # Returns the length of the model's context; 0 while no instance has said it.
+        self.context_tokens: Callable[[], int] = int
 
     @property
     def unready(self) -> Refusal | None:

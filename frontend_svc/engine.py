@@ -51,6 +51,7 @@ from tailrace.service.tasks import first_ended, supervised
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
 from tailrace.wire import UtilityCall, stats_outputs
+from tailrace.wire.ready import read_ready
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,13 @@ class FleetEngine:
             await self.requests.close()
             await self._chooser.close()
             self._socket.close()
+
+    @property
+    def context_tokens(self) -> int:
+        """Return the length of the model's context; 0 if no instance has said it yet."""
+        if not self._first_hello.done():
+            return 0
+        return read_ready(self._first_hello.result().ready_response).max_model_len
 
     def expect_api_server(self) -> None:
         """Connect to an API server that is started on demand: it runs from now on."""

@@ -114,6 +114,7 @@ async def run_front_end(
             adapters,
             tenants,
         )
+        readiness.context_tokens = lambda: engine.context_tokens
         drain = _Drain(settings, http, api_server, engine, set_serving, readiness)
         try:
             with shutdown.draining(drain.run, settings.drain_timeout_s + _MARGIN_S):

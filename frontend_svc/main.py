@@ -170,7 +170,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         stack.push_async_callback(adapters.close)
         servicers = [] if answers is None else [answers_servicer(answers)]
         if settings.front is Front.RUST:
-            servicers.append(usage_servicer(tenants, lambda: readiness.refusal))
+            servicers.append(usage_servicer(tenants, readiness))
         server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))
         await server.set_serving(False)
         record = msgspec.structs.replace(

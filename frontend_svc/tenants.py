@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import grpc
 
-from frontend_svc.admission import Refusal, Refused
+from frontend_svc.admission import Readiness, Refusal, Refused
 from frontend_svc.streams import Stream
 from tailrace.request_ids import read_name_at_edge
 from tailrace.service.server import Servicer
@@ -89,11 +89,10 @@ class TenantUsage:
 class UsageServicer(usage_pb2_grpc.UsageServicer):
     """Implement tailrace.v1.Usage; see usage.proto."""
 
-    def __init__(self, usage: TenantUsage | None, refusal: Callable[[], Refusal | None]) -> None:
-        """`usage`: None without keys. `refusal`: returns why a new request would be refused now, if it
-        would."""
+    def __init__(self, usage: TenantUsage | None, readiness: Readiness) -> None:
+        """`usage`: None without keys."""
         self._usage = usage
-        self._refusal = refusal
+        self._readiness = readiness
         self._run = uuid.uuid4().hex
 
     async def Watch(
@@ -107,7 +106,8 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
                 report.knows_tenants = True
                 report.tokens.update(usage.tokens)
                 report.full_tenants.extend(usage.full())
-            if (refusal := self._refusal()) is not None:
+            report.context_tokens = self._readiness.context_tokens()
+            if (refusal := self._readiness.refusal) is not None:
                 report.refusal_status, report.refusal_message = refusal.status, refusal.message
             if report != sent:
                 yield report
@@ -115,6 +115,6 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
             await asyncio.sleep(_REPORT_S)
 
 
-def usage_servicer(usage: TenantUsage | None, refusal: Callable[[], Refusal | None]) -> Servicer:
+def usage_servicer(usage: TenantUsage | None, readiness: Readiness) -> Servicer:
     """Return the servicer for the front end's gRPC server."""
-    return Servicer(usage_pb2_grpc.add_UsageServicer_to_server, UsageServicer(usage, refusal), SERVICE)
+    return Servicer(usage_pb2_grpc.add_UsageServicer_to_server, UsageServicer(usage, readiness), SERVICE)

@@ -49,12 +49,11 @@ from frontend_svc.api_server.request_limits import RequestLimits
 from frontend_svc.api_server.spec import (
     ARGUMENTS_REFUSED,
     DEFAULT_MAX_HEADER_BYTES,
-    DEFAULT_MAX_TEXT_BYTES,
-    TEXT_BYTES_PER_TOKEN,
 )
 from frontend_svc.api_server.stream_start import StreamStart
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants
 from frontend_svc.api_server.token_lists import answer_in_parts, use_ids_alone
+from tailrace.tenancy.body import max_text_bytes_of
 from tailrace.tenancy.file import KeyFile
 from tailrace.wire.serve_flags import FlagRefused, read_serve_arguments, serve_parser
 from tailrace.wire.setting_errors import one_line, without_pydantic
@@ -83,9 +82,7 @@ def install_middleware(args: Namespace) -> None:
 
 def set_limits(boot: PythonBoot, model: ModelConfig) -> None:
     """Set what requests may ask for, as far as it depends on the model."""
-    text_bytes = boot.limits.max_text_bytes or max(
-        DEFAULT_MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN * model.max_model_len
-    )
+    text_bytes = boot.limits.max_text_bytes or max_text_bytes_of(model.max_model_len)
     RequestLimits.takes_media = model.is_multimodal_model or model.enable_prompt_embeds
     RequestLimits.configure(replace(boot.limits, max_text_bytes=text_bytes), bool(boot.api_keys_path))
 

@@ -27,9 +27,9 @@ from frontend_svc.api_server.large_lane import (
     large_task,
 )
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
-from frontend_svc.api_server.spec import DEFAULT_MAX_TEXT_BYTES, BodyLimits
+from frontend_svc.api_server.spec import BodyLimits
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, replay_body, tenant_of_call
-from tailrace.tenancy.body import LimitRefusal, judge, refusal_of, too_many_sequences
+from tailrace.tenancy.body import DEFAULT_MAX_TEXT_BYTES, LimitRefusal, judge, refusal_of, too_many_sequences
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tailrace.tenancy.keys import Tenant

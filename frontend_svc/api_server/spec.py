@@ -19,10 +19,6 @@ DEFAULT_MAX_BODY_BYTES: Final = 64 << 20
 """A larger request would exceed what a worker accepts anyway."""
 DEFAULT_MAX_HEADER_BYTES: Final = 64 << 10
 """A request's header, unless vLLM's --h11-max-incomplete-event-size says otherwise."""
-DEFAULT_MAX_TEXT_BYTES: Final = 1 << 20
-"""Bytes of text that a request may have without a setting, or more if the model's context is longer."""
-TEXT_BYTES_PER_TOKEN: Final = 16
-"""Bytes of text for each token of context; English takes 4 to 5, and escaped in JSON others take more."""
 ARGUMENTS_REFUSED: Final = 2
 """Exit status of an API server that has said on stderr which argument it refuses; click's, and vllm-rs's."""
 

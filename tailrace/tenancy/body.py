@@ -19,6 +19,10 @@ from tailrace.tenancy.meter import LimitExceeded
 
 MAX_NESTING: Final = 100
 """Deepest nesting of a body. Deeper values overflow the stack somewhere: templates, schemas, copies."""
+DEFAULT_MAX_TEXT_BYTES: Final = 1 << 20
+"""Bytes of text that a request may have without a setting, or more if the model's context is longer."""
+# English takes 4 to 5, and escaped in JSON others take more.
+_TEXT_BYTES_PER_TOKEN: Final = 16
 LARGE_BODY_BYTES: Final = 1 << 18
 """A larger body is checked in a thread, block by block, and a field of it is not looked for."""
 
@@ -63,6 +67,11 @@ def refusal_of(exceeded: LimitExceeded) -> LimitRefusal:
     """Return the refusal for an exceeded limit of a tenant."""
     status = HTTPStatus.TOO_MANY_REQUESTS if exceeded.retry_after_s else HTTPStatus.BAD_REQUEST
     return LimitRefusal(status, f"Limit exceeded: {exceeded.reason}.", exceeded.retry_after_s)
+
+
+def max_text_bytes_of(context_tokens: int) -> int:
+    """Return how many bytes of text a request to a model with this context may have without a setting."""
+    return max(DEFAULT_MAX_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * context_tokens)
 
 
 def judge(
