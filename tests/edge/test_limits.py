@@ -113,3 +113,13 @@ async def test_tokens_are_charged_once() -> None:
     # Of what was used before the edge listened, nothing.
     assert charged == [("a", 4), ("b", 1)]
     await usage.close()
+
+
+async def test_a_clusters_context_is_its_shortest_known_one() -> None:
+    usage = Usage(Channels(), lambda tenant, tokens: None, CollectorRegistry(), True)
+    # Nobody listens there.
+    usage.follow({"rust-a": ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "rust-b": ["127.0.0.1:4"]})
+    for address, context in (("127.0.0.1:1", 0), ("127.0.0.1:2", 4_096), ("127.0.0.1:3", 8_192)):
+        usage._heard(address, usage_pb2.UsageReport(run=address, context_tokens=context, knows_tenants=True))
+    assert (usage.context_tokens("rust-a"), usage.context_tokens("rust-b")) == (4_096, 0)
+    await usage.close()
