@@ -36,7 +36,7 @@ UNAVAILABLE: Final = 471
 and tells the client nothing of it."""
 EDGE: Final = "edge"
 """The cluster of the edge itself."""
-EDGE_CONNECTIONS: Final = 128
+EDGE_CONNECTIONS: Final = 2_048
 """Most connections of Envoy to the edge, with a question at a time each."""
 ENDED: Final = "ended"
 """Name of the pipe into which Envoy writes a line for each request that has ended."""
@@ -177,6 +177,11 @@ class Bounds:
         type=Duration(min=1, max=3_600),
         rare=True,
     )
+
+    @property
+    def unknown_body_bytes(self) -> int:
+        """Return what counts for a body of unknown length while it arrives: of one tenant four may."""
+        return min(self.max_body_bytes - 1, self.max_bodies_bytes // 8)
 
     @property
     def too_large(self) -> str:
@@ -424,7 +429,13 @@ def _routes() -> list[dict[str, Any]]:
         "typed_per_filter_config": {**_unasked("key"), "envoy.filters.http.ext_authz.model": bodiless},
         **to_models_route,
     }
-    return [unknown, *own, preflight, {"match": {"prefix": "/"}, **to_models_route}]
+    without_body = {"name": ":method", "string_match": {"safe_regex": {"regex": "GET|HEAD|DELETE|TRACE"}}}
+    unread = {
+        "match": {"prefix": "/", "headers": [without_body]},
+        "typed_per_filter_config": {"envoy.filters.http.ext_authz.model": bodiless},
+        **to_models_route,
+    }
+    return [unknown, *own, preflight, unread, {"match": {"prefix": "/"}, **to_models_route}]
 
 
 def _unasked(*names: str) -> dict[str, Any]:

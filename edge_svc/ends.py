@@ -33,7 +33,8 @@ def ends(pipe: Path, ended: Callable[[str, int], None]) -> Iterator[None]:
         rest = rest[:_LINE_MAX]
         for line in lines:
             ticket, _, status = line.decode("latin-1").partition(" ")
-            if status.isdigit():
+            # "²" is a digit, too, and no number.
+            if status.isascii() and status.isdigit():
                 ended(ticket, int(status))
 
     loop.add_reader(fd, read)

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Final
 
 from edge_svc.configuration import Bounds
-from tailrace.tenancy.body import refusal_of
+from tailrace.tenancy.body import LARGE_BODY_BYTES, refusal_of
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.keys import Tenant
 from tailrace.tenancy.meter import Bodies, Body, LimitExceeded, Meter
@@ -33,6 +33,8 @@ _MAX_ENDED: Final = 16_384
 # of text, roughly: the busiest parts of a request's way.
 _SEQUENCE_S: Final = 6e-4
 _TEXT_BYTE_S: Final = 1e-8
+# Of the edge for a byte of a body, roughly.
+_BODY_BYTE_S: Final = 2e-9
 # As front ends charge a prompt that is refused once it is tokenized.
 _BYTES_PER_TOKEN: Final = 4
 
@@ -97,10 +99,13 @@ class Limits:
         _raise(request.body.grow(announced))
         _raise(request.body.begin_arriving())
 
-    def hold(self, request: Open, size: int) -> None:
-        """Count the body of a request, which has arrived. Raise LimitRefusal."""
+    async def hold(self, request: Open, size: int) -> None:
+        """Count the body of a request, which has arrived; a large one is read in its tenant's time, whatever
+        becomes of it. Raise LimitRefusal."""
         request.body.end_arriving()
         _raise(request.body.grow(size))
+        if request.tenant is not None and size > LARGE_BODY_BYTES:
+            _raise(await self._pace.wait(request.tenant.name, _BODY_BYTE_S * size))
 
     async def begin(self, request: Open, demand: Demand, tokenizes: bool) -> None:
         """Count a request for vllm-rs until it ends, once others have their share. Raise LimitRefusal.

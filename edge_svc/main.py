@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,7 +28,7 @@ from edge_svc.proxy import Proxy
 from edge_svc.usage import Usage
 from edge_svc.waking import Waker
 from edge_svc.web import Answers
-from tailrace.address import MalformedAddress, parse_address
+from tailrace.address import MalformedAddress, format_address, is_ip, parse_address
 from tailrace.bounded import shown
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.folder import CredentialFolder
@@ -129,6 +130,17 @@ def command(common: CommonOptions, settings: Settings) -> None:
     run_service(lambda shutdown: serve(common, settings, keys, executable, shutdown))
 
 
+async def _resolved(address: str) -> str:
+    """Return an address to listen on with an IP address: Envoy takes no names there. Raise OSError."""
+    host, port = parse_address(address)
+    if is_ip(host):
+        return address
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # As vLLM's API server, where a name has both.
+    first = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return format_address(str(first[4][0]), port)
+
+
 class Follower:
     """Follow which front ends there are, and have the proxy send requests to them."""
 
@@ -219,7 +231,14 @@ async def serve(
         stack.enter_context(ends(folder / ENDED, limits.end))
         # A path or a header may be as long as Envoy allows.
         longest = settings.bounds.max_header_kib << 10
-        runner = web.AppRunner(answers.app(), access_log=None, max_line_size=longest, max_field_size=longest)
+        # Of a client that has left, nothing is kept: its body is not counted any more.
+        runner = web.AppRunner(
+            answers.app(),
+            access_log=None,
+            handler_cancellation=True,
+            max_line_size=longest,
+            max_field_size=longest,
+        )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.UnixSite(runner, str(folder / "edge.sock"), backlog=2 * EDGE_CONNECTIONS).start()
@@ -233,7 +252,11 @@ async def serve(
         if settings.certificate is not None and settings.certificate_key is not None:
             certificate = (str(settings.certificate), str(settings.certificate_key))
         configuration = bootstrap(
-            settings.http, folder, settings.bounds, with_keys=keys is not None, certificate=certificate
+            await _resolved(settings.http),
+            folder,
+            settings.bounds,
+            with_keys=keys is not None,
+            certificate=certificate,
         )
         child = await stack.enter_async_context(proxy.running(configuration))
         record = msgspec.structs.replace(service.record(server.address), http_address=own)

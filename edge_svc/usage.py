@@ -26,6 +26,7 @@ _AGAIN_S: Final = 0.5
 _MUCH_LATER_S: Final = 10.0
 # Front ends that are remembered, in the order of their last reports.
 _RUNS_MAX: Final = 1_000
+_STATUSES: Final = frozenset(map(int, HTTPStatus))
 # When it is worth trying again.
 _LATER_S: Final = 2
 
@@ -119,4 +120,6 @@ class Usage:
             del self._charged[next(iter(self._charged))]
         if self._with_keys and not report.knows_tenants and address not in self._reports:
             log.warning("front end at %s has no --api-keys: no tokens are counted, no caches salted", address)
+        if report.refusal_status and report.refusal_status not in _STATUSES:
+            report.refusal_status = HTTPStatus.SERVICE_UNAVAILABLE
         self._reports[address] = report

@@ -43,6 +43,8 @@ from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
 # Paths of API servers that are for users.
 _ROUTES: Final = ("/v1/", "/v2/")
 _OTHER_ROUTES: Final = TOKENIZING | STATE | {"/pooling", "/score", "/rerank", "/classify", "/invocations"}
+# Of the other methods no body is read.
+_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 # A newline, too: whoever has no key is told so whatever the path.
 _ANY_PATH: Final = r"{path:[\s\S]*}"
 # Of a name or a path in an error.
@@ -96,7 +98,11 @@ class Answers:
         if (holder := self._holder(request)) is not None:
             try:
                 length = request.headers.get(LENGTH, "")
-                announced = int(length[:18]) if length.isascii() and length.isdigit() else 0
+                if length.isascii() and length.isdigit():
+                    announced = int(length[:18])
+                else:
+                    # In chunks: it may become as large as any.
+                    announced = self._bounds.unknown_body_bytes if request.method in _WITH_BODY else 0
                 if announced >= self._bounds.max_body_bytes:
                     return self._too_large()
                 await self._limits.check(self._open(request, holder), announced)
@@ -126,7 +132,7 @@ class Answers:
             return self._no_key()
         opened = self._open(request, holder)
         try:
-            self._limits.hold(opened, size)
+            await self._limits.hold(opened, size)
             return await self._choose(request, path, opened, holder)
         except LimitRefusal as refused:
             return self._refused(refused)
@@ -241,7 +247,11 @@ class Answers:
         tenant = None if holder is None else holder.tenant
         names = self._directory().names.values()
         allowed = [each for each in names if tenant is None or _may_use(tenant, each.name)]
-        return web.json_response({"object": "list", "data": [_model(each) for each in allowed]})
+        return web.json_response({"object": "list", "data": [self._model(each) for each in allowed]})
+
+    def _model(self, served: Served) -> dict[str, object]:
+        context = 0 if self._usage is None else self._usage.context_tokens(served.rust)
+        return _model(served) | ({"max_model_len": context} if context else {})
 
     async def _ready(self, request: web.Request) -> web.Response:
         if request.path != "/ready":
@@ -307,7 +317,10 @@ def _check_ids(request: web.Request, asked: Asked) -> None:
     ]
     for name, raw in (("request_id", asked.request_id), ("session_id", asked.session_id)):
         if bytes(raw)[:1] == b'"':
-            chosen.append((name, msgspec.json.decode(raw, type=str)))
+            try:
+                chosen.append((name, msgspec.json.decode(raw, type=str)))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                raise LimitRefusal(HTTPStatus.BAD_REQUEST, f"{name} is not valid text.") from None
     for name, value in chosen:
         if problem := problem_with(value):
             raise LimitRefusal(HTTPStatus.BAD_REQUEST, f"{name} {problem}.")
@@ -331,7 +344,9 @@ def _asked(body: bytes) -> Asked:
 
 
 def _is_form(request: web.Request) -> bool:
-    return request.content_type.startswith(("multipart/", "application/x-www-form-urlencoded"))
+    kind = request.content_type
+    # One that ends in +json is JSON, for both API servers.
+    return kind.startswith("multipart/") or kind == "application/x-www-form-urlencoded"
 
 
 def _model(served: Served) -> dict[str, object]:

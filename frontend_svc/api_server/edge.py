@@ -63,5 +63,6 @@ def _problem_with_ids(scope: Message) -> str:
 
 def may_be_json(headers: dict[bytes, bytes]) -> bool:
     """Return whether the app could parse the body as JSON: not if it is a form, which has files in it."""
-    content_type = headers.get(b"content-type", b"").lower()
-    return not content_type.startswith((b"multipart/", b"application/x-www-form-urlencoded"))
+    kind = headers.get(b"content-type", b"").lower().partition(b";")[0].strip()
+    # One that ends in +json is JSON, for FastAPI.
+    return not (kind.startswith(b"multipart/") or kind == b"application/x-www-form-urlencoded")

@@ -36,6 +36,8 @@ _NOTHING: Final = msgspec.Raw(b"")
 _LIST: Final = re.compile(rb"\[\s*[\"\[{]")
 # Python reads no integers of more digits.
 _DIGITS_MAX: Final = 4_300
+# More of anything is refused anyway.
+_NUMBER_MAX: Final = 1 << 31
 # Rough seconds of the event loop in vLLM's parsing, validation and rendering, per byte, comma and item of a
 # list that becomes an object; measured with 4 MiB of text, of token ids, and 30,000 messages.
 _BYTE_S, _COMMA_S, _ITEM_S = 2e-9, 5e-8, 2e-5
@@ -209,6 +211,6 @@ def _number(raw: msgspec.Raw) -> int:
         return 1
     value = _scalar(raw)
     try:
-        return max(1, int(float(value))) if isinstance(value, int | float | str) else 1
+        return max(1, min(int(float(value)), _NUMBER_MAX)) if isinstance(value, int | float | str) else 1
     except (ValueError, OverflowError):
         return 1

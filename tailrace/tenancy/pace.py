@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Final
 
 from tailrace.tenancy.meter import LimitExceeded
@@ -13,6 +14,8 @@ TENANT_SHARE: Final = 0.25
 """Share of an event loop's time that one tenant's requests may take while another's come."""
 # A client that is told to come back costs less than one that waits longer.
 _WAIT_MAX_S: Final = 10.0
+# At an edge, each request that waits has one of Envoy's connections to it.
+_WAITING_MAX, _OF_ONE_MAX = 1_536, 512
 
 
 class Arrivals:
@@ -41,6 +44,7 @@ class Pace:
         self._arrivals = Arrivals()
         # By tenant, by the event loop's time.
         self._next_s: dict[str, float] = {}
+        self._waiting: Counter[str] = Counter()
 
     async def wait(self, tenant: str, cost_s: float) -> LimitExceeded | None:
         """Wait until a request that takes `cost_s` of the shared time may begin; at once if the tenant is
@@ -51,9 +55,15 @@ class Pace:
         if not self._arrivals.are_of_others(tenant, now_s):
             self._next_s.pop(tenant, None)
             return None
-        if begin_s - now_s > _WAIT_MAX_S:
+        full = self._waiting[tenant] >= _OF_ONE_MAX or self._waiting.total() >= _WAITING_MAX
+        if begin_s - now_s > _WAIT_MAX_S or (begin_s > now_s and full):
             reason = "more requests at once than leave other clients their share"
-            return LimitExceeded(reason, int(begin_s - now_s))
+            return LimitExceeded(reason, max(1, int(begin_s - now_s)))
         self._next_s[tenant] = begin_s + cost_s / TENANT_SHARE
-        await asyncio.sleep(begin_s - now_s)
+        if begin_s > now_s:
+            self._waiting[tenant] += 1
+            try:
+                await asyncio.sleep(begin_s - now_s)
+            finally:
+                self._waiting[tenant] -= 1
         return None

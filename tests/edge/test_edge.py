@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from edge_svc.configuration import MODEL_CHOICE, Bounds
 from edge_svc.directory import Directory
+from edge_svc.main import _resolved
 from edge_svc.web import Answers
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
@@ -119,6 +120,20 @@ def test_the_state_of_a_models_api_server(fleet: Fleet) -> None:
     assert reply.status_code == 200
     assert 'model_name="first"' in reply.text
     assert call(edge_url(fleet), "/version?model=first")[0] == 200
+
+
+def test_the_context_of_each_model_is_told(fleet: Fleet) -> None:
+    def contexts() -> list[int]:
+        data = call(edge_url(fleet), "/v1/models")[1]["data"]
+        return [each.get("max_model_len", 0) for each in data]
+
+    direct = httpx.get(f"{fleet.urls['frontend-first']}/v1/models", timeout=WAIT_S).json()["data"][0]
+    wait_until(lambda: contexts() == [direct["max_model_len"]] * 2, "front ends to tell their contexts")
+
+
+async def test_an_edge_listens_on_the_address_of_a_name() -> None:
+    assert await _resolved("localhost:8000") == "127.0.0.1:8000"
+    assert await _resolved("[::1]:8000") == "[::1]:8000"
 
 
 def test_a_model_that_is_not_there(fleet: Fleet) -> None:

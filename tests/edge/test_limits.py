@@ -16,7 +16,9 @@ from tailrace.service.channels import Channels
 from tailrace.tenancy.body import LimitRefusal
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.keys import Tenant
+from tailrace.tenancy.pace import Pace
 from tailrace.v1 import usage_pb2
+from tests.waiting import WAIT_S
 
 ONE = Tenant(name="a", concurrency=1)
 SMALL = Demand(text_bytes=10)
@@ -57,7 +59,7 @@ async def test_bodies_that_arrive_are_bounded_for_each_tenant() -> None:
         await limits.check(limits.open("one more", a), 0)
     await limits.check(limits.open("b0", b), 0)
     with pytest.raises(LimitRefusal, match="bytes of request bodies of one key's tenant"):
-        limits.hold(limits.open("a0", a), 600 << 10)
+        await limits.hold(limits.open("a0", a), 600 << 10)
     for number in range(512):
         limits.end(f"a{number}", 200)
     # What is announced counts before it is read.
@@ -85,6 +87,20 @@ async def test_one_tenants_requests_leave_others_most_of_the_time() -> None:
     await begin("largest", a, Demand(loop_s=5.0))
     with pytest.raises(LimitRefusal, match="their share"):
         await begin("beyond", a, SMALL)
+
+
+async def test_only_so_many_requests_of_a_tenant_wait_for_their_times() -> None:
+    pace = Pace()
+    await pace.wait("b", 0.0)
+    waiting = [asyncio.create_task(pace.wait("a", 1e-3)) for _ in range(600)]
+    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    refused = [task.result() for task in done if task.result() is not None]
+    assert refused and all(each is not None and each.retry_after_s >= 1 for each in refused)
+    assert await asyncio.wait_for(pace.wait("c", 1e-3), WAIT_S) is None
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert await pace.wait("a", 0.0) is None
 
 
 async def test_lines_of_a_pipe_in_pieces(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,34 @@ def test_what_a_body_asks_for(edge: Edge) -> None:
     long = {**edge.headers("a"), "x-request-id": "x" * 300}
     reply = httpx.post(f"{edge.url}/v1/completions", json={"model": MODEL}, headers=long, timeout=WAIT_S)
     assert refusal(reply)[1] == "X-Request-Id must have at most 256 bytes."
+
+
+def test_what_a_body_asks_for_whatever_it_is_called(edge: Edge) -> None:
+    called = {**edge.headers("a"), "content-type": "application/x-www-form-urlencoded+json"}
+    for body, status, problem in (
+        (json.dumps({"model": MODEL, "prompt": "x" * 20_000}).encode(), 413, "at most 20000 bytes"),
+        (b'{"model": "%s", "prompt": "x", "request_id": "\xff"}' % MODEL.encode(), 400, "not valid"),
+        (b'{"model": "%s", "prompt": ["a", "b"], "n": 1.7e308}' % MODEL.encode(), 400, "sequences"),
+    ):
+        reply = httpx.post(f"{edge.url}/v1/completions", content=body, headers=called, timeout=WAIT_S)
+        got, message = refusal(reply)
+        assert (got, problem in message) == (status, True), message
+
+
+def test_bodies_of_unknown_length_count_as_large_ones(edge: Edge) -> None:
+    parts = urlsplit(edge.url)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nTransfer-Encoding: chunked\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in edge.headers("a").items())
+    with ExitStack() as stack:
+        begun = []
+        for _ in range(5):
+            address = (str(parts.hostname), parts.port or 80)
+            begun.append(stack.enter_context(socket.create_connection(address, timeout=WAIT_S)))
+            begun[-1].sendall(f"{head}\r\n1\r\n{{\r\n".encode())
+        # Four of them wait for the rest.
+        answered, _, _ = select.select(begun, [], [], WAIT_S)
+        assert b" 429 " in answered[0].recv(1_000)
+    wait_until(lambda: edge.ask("a").status_code == 200, "the unfinished bodies to be forgotten")
 
 
 def test_an_operator_finds_a_request_by_its_clients_id(edge: Edge) -> None:
