@@ -31,7 +31,7 @@ from tailrace.fleet.hosts import ANYWHERE, own_admins
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import OPERATOR, certify, transport_of
 from tailrace.local.change import Changes, compare, differing, scaling_changes, within
-from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, OwnCluster
+from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, Front, OwnCluster
 from tailrace.local.plan import SPANS, PartSpec, Plan, Tier, environment_of
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
@@ -107,6 +107,25 @@ def apply(
         raise CliError(str(error)) from error
 
 
+def _as_running(options: ClusterOptions, state: RunState) -> ClusterOptions:
+    """Return the options with the API servers that models have, where the file leaves them open: what this
+    machine could have by now is no change of the file."""
+
+    def of(model: ClusterOptions) -> ClusterOptions:
+        name = f"{model.prefix}frontend"
+        fronts = {
+            part.spec.option("--front") or Front.PYTHON
+            for part in state.parts
+            if part.spec and part.spec.tier is Tier.FRONTEND and part.name.startswith(name)
+        }
+        if model.front is not Front.AUTO or not fronts:
+            return model
+        return replace(model, front=Front.BOTH if len(fronts) > 1 else Front(fronts.pop()))
+
+    models = [of(each) for each in options.models]
+    return replace(models[0], others=tuple(models[1:]))
+
+
 def _apply_here(
     source: FleetFile, folder: RunFolder, state: RunState, host: str, dry_run: bool, yes: bool, force: bool
 ) -> None:
@@ -115,9 +134,7 @@ def _apply_here(
         raise UsageProblem(
             f"this folder's cluster runs host {state.host or '-'} of its file, not {host or '-'}"
         )
-    options = on_this_machine(
-        options_of(source), source.fleet.model.number, lambda text: note(f"tailrace apply: {text}")
-    )
+    options = on_this_machine(_as_running(options_of(source), state), source.fleet.model.number)
     plan = plan_here(options, folder, source, host)
     if bool(plan.certificates) != bool(state.certificates):
         raise UsageProblem(f"tls: {_NOT_NOW}")

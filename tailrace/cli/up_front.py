@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +55,20 @@ def _front(options: ClusterOptions, say: Callable[[str], None]) -> Front:
     return Front.PYTHON
 
 
+def _files(options: ClusterOptions) -> Path | None:
+    """Return the model's folder or file, of a hub's name that in its cache; None: it is not here yet."""
+    if (path := Path(options.model).expanduser()).exists():
+        return path
+    if find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(
+        options.model, "config.json", revision=options.line.last("revision") or None
+    )
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _python_alone(environment: Mapping[str, str], options: ClusterOptions) -> str:
     """Return why vllm-rs does not serve what it can; empty if it does."""
     executable, flags = vllm_rs.find(), options.line.flags
@@ -62,8 +77,8 @@ def _python_alone(environment: Mapping[str, str], options: ClusterOptions) -> st
     try:
         require_proxy()
         problem = vllm_rs_refusal(options)
-        if not problem and (folder := Path(options.model).expanduser()).is_dir():
-            problem = vllm_rs.model_problem(executable, folder)
+        if not problem and (files := _files(options)) is not None:
+            problem = vllm_rs.model_problem(executable, files)
     except (Missing, OSError) as error:
         return str(error)
     if environment.get("VLLM_API_KEY") or "api_key" in flags:

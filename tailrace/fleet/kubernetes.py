@@ -811,8 +811,13 @@ def _rules(fleet: Fleet, part: _Part, parts: Sequence[_Part]) -> list[Manifest]:
         return []
 
     def of(*kinds: str) -> list[str]:
-        """Return the names of pods of these kinds in the same cluster."""
-        return [each.name for each in _of_kinds(kinds, parts) if each.cluster == part.cluster]
+        """Return the names of pods of these kinds in the same cluster, and of those that serve all."""
+        shared = {"scheduler": "console", "frontend": "edge"}.get(kind, "")
+        return [
+            each.name
+            for each in _of_kinds(kinds, parts)
+            if each.cluster == part.cluster or each.kind == shared
+        ]
 
     if kind == "etcd":
         members = [each.name for each in _of_kinds([*_ports_of(fleet)], parts)]

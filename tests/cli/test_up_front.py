@@ -11,9 +11,12 @@ import click
 import openai
 import pytest
 
+from tailrace.cli.apply import _as_running
 from tailrace.cli.up import up
 from tailrace.cli.up_front import with_front
 from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.state import Identity, Part, RunState
 from tailrace.service import vllm_rs
 from tailrace.service.vllm_line import VllmLine
 from tailrace.tenancy.file import locked_key_file
@@ -118,6 +121,28 @@ def test_what_is_named_is_chosen() -> None:
     for front in (Front.PYTHON, Front.RUST):
         options, told = chosen(ClusterOptions(model=str(MODEL_PATH), front=front))
         assert (options.front, options.edge, told) == (front, "", [])
+
+
+def test_a_running_cluster_keeps_its_api_servers_unless_its_file_names_others() -> None:
+    def state(*fronts: str) -> RunState:
+        identity = Identity(pid=1, start_ticks=0, boot_id="")
+        parts = [
+            Part(
+                name=f"frontend-{front}",
+                tier="frontend",
+                identity=identity,
+                log="",
+                spec=PartSpec("frontend", Tier.FRONTEND, ["serve", "frontend", "--front", front], ""),
+            )
+            for front in fronts
+        ]
+        return RunState(parts=parts)
+
+    assert _as_running(OPTIONS, state("python")).front is Front.PYTHON
+    assert _as_running(OPTIONS, state("rust")).front is Front.RUST
+    assert _as_running(OPTIONS, state("rust", "python")).front is Front.BOTH
+    named = ClusterOptions(model=str(MODEL_PATH), front=Front.RUST)
+    assert _as_running(named, state("python")).front is Front.RUST
 
 
 @pytest.fixture

@@ -324,7 +324,8 @@ def test_each_port_is_for_those_of_its_cluster() -> None:
         "vision-worker",
         "console",
     }
-    assert reach("coder-scheduler", 7101) == {"coder-frontend", "coder-scheduler", "coder-worker"}
+    assert reach("coder-scheduler", 7101) == {"coder-frontend", "coder-scheduler", "coder-worker", "console"}
+    assert reach("coder-frontend", 7104) == {"coder-frontend", "edge"}
     assert reach("coder-monitor", 7102) == {
         f"coder-{kind}" for kind in ("frontend", "migration", "monitor", "scheduler", "worker")
     }
