@@ -62,10 +62,15 @@ def _files(options: ClusterOptions) -> Path | None:
     if find_spec("huggingface_hub") is None:
         return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(
-        options.model, "config.json", revision=options.line.last("revision") or None
-    )
+    try:
+        found = try_to_load_from_cache(
+            options.model, "config.json", revision=options.line.last("revision") or None
+        )
+    except HFValidationError:
+        # It names neither; who starts it says so.
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 
