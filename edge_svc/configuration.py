@@ -219,7 +219,7 @@ def bootstrap(
     if with_keys:
         # First, so that the body of a stranger is not even read.
         filters.insert(0, _ask("key", KEY_CHECK, 0, _ASK_S))
-    filters.insert(0, _filter("ticket", "header_mutation.v3.HeaderMutation", _with_ticket()))
+    filters.insert(0, _filter("ticket", "header_mutation.v3.HeaderMutation", _own_headers()))
     connections = {
         "@type": f"{_TYPES}.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
         "max_active_downstream_connections": bounds.max_connections,
@@ -468,7 +468,7 @@ def _ask(name: str, prefix: str, body_bytes: int, timeout_s: float) -> dict[str,
     return _filter(f"ext_authz.{name}", "ext_authz.v3.ExtAuthz", config)
 
 
-def _with_ticket() -> dict[str, Any]:
+def _own_headers() -> dict[str, Any]:
     headers = ({"key": TICKET, "value": "%UNIQUE_ID%"}, {"key": LENGTH, "value": "%REQ(CONTENT-LENGTH)%"})
     return {
         "mutations": {
