@@ -105,20 +105,11 @@ def run_front_end(
     cluster: TailraceCluster, folder: Path, file: Path, keys: Mapping[str, str], *options: str
 ) -> Iterator[FrontEndClient]:
     """Run another front end of the cluster for the block, with the keys of `file` and further options."""
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tailrace", "serve", "frontend", "--etcd", cluster.etcd]
-    command += ["--http", f"127.0.0.1:{port}", "--served-model-name", MODEL, "--api-keys", str(file)]
-    command += options
-    with (folder / f"frontend-{port}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            if not wait_until_up(f"{url}/health", process, 180):
-                raise RuntimeError("the front end did not start")
-            yield FrontEndClient(url, process.pid, keys)
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
+    with _serving(cluster, folder, "frontend", file, "/health", "--served-model-name", MODEL, *options) as (
+        url,
+        pid,
+    ):
+        yield FrontEndClient(url, pid, keys)
 
 
 @contextmanager
@@ -126,20 +117,31 @@ def run_behind_edge(
     cluster: TailraceCluster, folder: Path, file: Path, keys: Mapping[str, str]
 ) -> Iterator[FrontEndClient]:
     """Run another front end of the cluster with vllm-rs, and an edge with the keys of `file` before it."""
-    with run_front_end(cluster, folder, file, keys, "--front", "rust") as front:
-        (port,) = free_ports(1)
-        url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "tailrace", "serve", "edge", "--etcd", cluster.etcd]
-        command += ["--http", f"127.0.0.1:{port}", "--api-keys", str(file)]
-        with (folder / f"edge-{port}.log").open("wb") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            try:
-                if not wait_until_up(f"{url}/ready", process, 60):
-                    raise RuntimeError("the edge did not start")
-                yield FrontEndClient(url, front.pid, keys)
-            finally:
-                process.terminate()
-                process.wait(timeout=60)
+    with (
+        run_front_end(cluster, folder, file, keys, "--front", "rust") as front,
+        _serving(cluster, folder, "edge", file, "/ready") as (url, _),
+    ):
+        yield FrontEndClient(url, front.pid, keys)
+
+
+@contextmanager
+def _serving(
+    cluster: TailraceCluster, folder: Path, kind: str, file: Path, up: str, *options: str
+) -> Iterator[tuple[str, int]]:
+    """Run a service for users for the block, once its path `up` answers; yield its URL and process ID."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "tailrace", "serve", kind, "--etcd", cluster.etcd]
+    command += ["--http", f"127.0.0.1:{port}", "--api-keys", str(file), *options]
+    with (folder / f"{kind}-{port}.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            if not wait_until_up(f"{url}{up}", process, 180):
+                raise RuntimeError(f"the {kind} did not start")
+            yield url, process.pid
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
 
 
 def _make_key(file: Path, tenant: str, *limits: str) -> str:
