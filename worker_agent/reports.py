@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -106,6 +106,7 @@ class ReportStream:
         incarnation: str,
         block_tokens: int,
         stats: Callable[[], EngineStats],
+        request_stats: Callable[[Iterable[str]], Sequence[RequestStats]],
         migrations: Callable[[], MigrationLoad],
         running: RunningRequests,
         events: PhaseEvents,
@@ -121,6 +122,7 @@ class ReportStream:
         self._incarnation = incarnation
         self._block_tokens = block_tokens
         self._stats = stats
+        self._request_stats = request_stats
         self._migrations = migrations
         self._running = running
         self._events = events
@@ -238,14 +240,15 @@ class ReportStream:
             with guarded(_LOOP, "prefix cache"):
                 report.cache.CopyFrom(update_of(self._cache))
         stats: EngineStats | None = None
-        if steady or self._events.needs_stats:
+        changed: Sequence[RequestStats] = ()
+        with guarded(_LOOP, "changed requests"):
+            changed = self._request_stats(self._events.changed_ids)
+        if steady:
             with guarded(_LOOP, "engine statistics"):
                 stats = self._stats()
         with guarded(_LOOP, "phase events"):
-            report.phase_events.extend(
-                self._events.take(stats.requests if stats is not None else [], self._running)
-            )
-        if steady and stats is not None:
+            report.phase_events.extend(self._events.take(changed, self._running))
+        if stats is not None:
             with guarded(_LOOP, "load"):
                 load = load_of(stats, self._block_tokens, self._migrations(), self._speeds())
                 report.load.CopyFrom(load)
@@ -302,14 +305,9 @@ class PhaseEvents:
         self.wakeup = asyncio.Event()
 
     @property
-    def pending(self) -> bool:
-        """Return whether there are events to send."""
-        return bool(self._changed or self._gone)
-
-    @property
-    def needs_stats(self) -> bool:
-        """Return whether `take` needs the engine's requests."""
-        return bool(self._changed)
+    def changed_ids(self) -> Sequence[str]:
+        """Return the requests that entered a phase, or came to this instance."""
+        return [*self._changed]
 
     def changed(self, request_id: str) -> None:
         """Record that a request entered a phase, or came to this instance."""
@@ -331,9 +329,10 @@ class PhaseEvents:
         self._gone.append(_Gone(*left, answered, moved_to))
         self.wakeup.set()
 
-    def take(self, requests: list[RequestStats], running: RunningRequests) -> list[monitor_pb2.PhaseEvent]:
-        """Return and remove all events, given the engine's current requests."""
+    def take(self, changed: Sequence[RequestStats], running: RunningRequests) -> list[monitor_pb2.PhaseEvent]:
+        """Return and remove all events. `changed`: those of `changed_ids` that are here."""
         self.wakeup.clear()
+        self._changed.clear()
         gone, self._gone = self._gone, deque(maxlen=_PENDING_MAX)
         events = [
             monitor_pb2.PhaseEvent(
@@ -348,8 +347,7 @@ class PhaseEvents:
             )
             for left in gone
         ]
-        if self._changed:
-            changed, self._changed = self._changed, {}
+        if changed:
             now_s = time.time()
             events += [
                 monitor_pb2.PhaseEvent(
@@ -366,8 +364,7 @@ class PhaseEvents:
                     traceparent=_traceparent(running.by_id(request.request_id)),
                     predicted_remaining_tokens=request.predicted_remaining_tokens,
                 )
-                for request in requests
-                if request.request_id in changed
+                for request in changed
             ]
         return events
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from worker_agent.bidask.coordinator import BidAskServicer, coordinator_of
 from worker_agent.cache_servicer import CacheServicer
 from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher, refusal_message
 from worker_agent.draining import Draining, Returns
-from worker_agent.engine.base import Engine, EngineStats
+from worker_agent.engine.base import Engine, EngineStats, RequestStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
@@ -42,7 +42,7 @@ from worker_agent.migration.export_call import SourceLink
 from worker_agent.migration.source import Exports, MigrationParts
 from worker_agent.migration.target import Imports
 from worker_agent.prefixes import Copies, LoanLink, Loans, PromptLink, PullParts, Pulls
-from worker_agent.profiling.probes import Probes, own_stats
+from worker_agent.profiling.probes import Probes, own_stats, without_probes
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import StepBounds, StepProgress, watch_progress
 from worker_agent.registration import (
@@ -378,6 +378,7 @@ class _WorkerBuilder:
             self._own.incarnation,
             self._info.kv_shape.block_tokens,
             self._stats,
+            self._request_stats,
             lambda: MigrationLoad(self._imports.with_room, len(self._exports), self._incoming.bytes_per_s),
             self._running,
             self._events,
@@ -390,6 +391,9 @@ class _WorkerBuilder:
 
     def _stats(self) -> EngineStats:
         return own_stats(self._engine.stats(), self._sink)
+
+    def _request_stats(self, request_ids: Iterable[str]) -> list[RequestStats]:
+        return without_probes(self._engine.request_stats(request_ids))
 
     def _on_dead(self, reason: str) -> None:
         # Immediately: a hanging engine may delay the exit of this process.

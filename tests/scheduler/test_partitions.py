@@ -62,6 +62,7 @@ def reports(control: Control, name: str, channels: Channels) -> ReportStream:
         "1",
         16,
         lambda: IDLE,
+        lambda request_ids: [],
         lambda: MigrationLoad(0, 0, 0.0),
         RunningRequests(lambda: 0.1),
         PhaseEvents(),

@@ -145,6 +145,7 @@ async def reporting(
         "i",
         16,
         lambda: stats,
+        lambda request_ids: [each for each in stats.requests if each.request_id in request_ids],
         lambda: MigrationLoad(1, 2, 3e6),
         running(),
         news,

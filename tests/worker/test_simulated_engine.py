@@ -84,7 +84,9 @@ def test_model_without_reasoning() -> None:
     fleet = Fleet(msgspec.structs.replace(SMALL, reasoning_mean_tokens=0))
     stream = fleet.submit(0, PROMPT, max_tokens=None, min_tokens=3)
     fleet.clock.advance(3)
-    assert fleet.engines[0].stats().requests[0].phase is Phase.ANSWERING
+    (stats,) = fleet.engines[0].stats().requests
+    assert stats.phase is Phase.ANSWERING
+    assert fleet.engines[0].request_stats([stats.request_id, "another"]) == [stats]
     fleet.clock.drain()
     assert END_THINK not in stream.tokens
 

@@ -373,6 +373,8 @@ async def test_phases(engine: VllmEngine, front: Front) -> None:
     (stats,) = engine.stats().requests
     assert (stats.phase, stats.state, stats.frontend_id) == (Phase.REASONING, "running", "front")
     assert stats.reasoning_tokens >= 3
+    (the_same,) = engine.request_stats(["another", stream.request_id])
+    assert (the_same.frontend_id, the_same.phase) == (stats.frontend_id, stats.phase)
     engine.abort([stream.key])
 
 

@@ -9,7 +9,7 @@ block numbers count from a request's first block.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -348,7 +348,11 @@ class Engine(Protocol):
         from the next step on. Raise UnknownIntraError, ParameterError."""
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine; cheap enough for every report."""
+        """Return a snapshot of the engine; cheap enough for every periodic report."""
+
+    def request_stats(self, request_ids: Iterable[str]) -> list[RequestStats]:
+        """Return what `stats` says of these requests, without those that the engine does not have or that are
+        being imported. Takes time in proportion to their number."""
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         """Return those of these requests that the engine has waiting, running or paused, not being imported.

@@ -404,9 +404,8 @@ class Import:
 
     def _phase(self, opened: worker_pb2.ExportOpened) -> types_pb2.Phase.ValueType:
         """Return its current phase, which may have changed since the export was opened."""
-        for request in self._parts.engine.stats().requests:
-            if request.request_id == self.request_id:
-                return PHASE_NUMBERS[request.phase]
+        for request in self._parts.engine.request_stats([self.request_id]):
+            return PHASE_NUMBERS[request.phase]
         return opened.phase
 
     # ---- how it ends

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -25,6 +25,7 @@ from worker_agent.engine.base import (
     Frames,
     OutputFlag,
     RequestKey,
+    RequestStats,
     StepColumns,
     Submission,
 )
@@ -37,7 +38,7 @@ def own_stats(stats: EngineStats, probes: Probes) -> EngineStats:
     """
     if not probes.generated_tokens and not len(probes):
         return stats
-    users = [request for request in stats.requests if request.frontend_id != NAME]
+    users = without_probes(stats.requests)
     probe_requests = [request for request in stats.requests if request.frontend_id == NAME]
     backlog = sum(request.prompt_tokens for request in probe_requests if request.phase is Phase.PREFILL)
     return replace(
@@ -49,6 +50,11 @@ def own_stats(stats: EngineStats, probes: Probes) -> EngineStats:
         token_interval_ms_mean=0.0 if probe_requests and not users else stats.token_interval_ms_mean,
         token_interval_ms_p99=0.0 if probe_requests and not users else stats.token_interval_ms_p99,
     )
+
+
+def without_probes(requests: Sequence[RequestStats]) -> list[RequestStats]:
+    """Return the requests of front ends."""
+    return [request for request in requests if request.frontend_id != NAME]
 
 
 PROBES: Final = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -264,26 +264,8 @@ class SimulatedEngine:
 
     def stats(self) -> EngineStats:
         mean_ms, p99_ms = self._intervals.mean_and_p99_ms(self._live_clock().time())
-        intra = self._scheduler.intra
         requests = [
-            RequestStats(
-                request_id=request.request_id,
-                frontend_id=request.frontend_id,
-                epoch=request.epoch,
-                phase=request.phase,
-                state=request.state.value,
-                prompt_tokens=len(request.prompt),
-                output_tokens=len(request.outputs),
-                reasoning_tokens=request.reasoning_tokens,
-                max_tokens=request.length_limit,
-                kv_blocks=len(request.blocks),
-                kv_on_host=self._scheduler.on_host(request),
-                arrival_s=request.arrival_s,
-                token_interval_ms=mean_ms,
-                demoted=intra is not None and intra.demoted(request.view),
-                host_kv_blocks=self._host_blocks(request),
-                predicted_remaining_tokens=predicted_remaining(request, self._settings.prediction_error),
-            )
+            self._stats_of(request, mean_ms)
             for request in self._table
             if request.state is not State.IMPORTING
         ]
@@ -318,9 +300,35 @@ class SimulatedEngine:
             ),
         )
 
-    def _host_blocks(self, request: Request) -> int:
+    def request_stats(self, request_ids: Iterable[str]) -> list[RequestStats]:
+        mean_ms, _ = self._intervals.mean_and_p99_ms(self._live_clock().time())
+        return [
+            self._stats_of(request, mean_ms)
+            for request_id in request_ids
+            if (request := self._table.by_id(request_id)) is not None and request.state is not State.IMPORTING
+        ]
+
+    def _stats_of(self, request: Request, mean_ms: float) -> RequestStats:
+        intra = self._scheduler.intra
         swapped = self._scheduler.host.get(request.request_id)
-        return 0 if swapped is None else len(swapped.slots)
+        return RequestStats(
+            request_id=request.request_id,
+            frontend_id=request.frontend_id,
+            epoch=request.epoch,
+            phase=request.phase,
+            state=request.state.value,
+            prompt_tokens=len(request.prompt),
+            output_tokens=len(request.outputs),
+            reasoning_tokens=request.reasoning_tokens,
+            max_tokens=request.length_limit,
+            kv_blocks=len(request.blocks),
+            kv_on_host=self._scheduler.on_host(request),
+            arrival_s=request.arrival_s,
+            token_interval_ms=mean_ms,
+            demoted=intra is not None and intra.demoted(request.view),
+            host_kv_blocks=0 if swapped is None else len(swapped.slots),
+            predicted_remaining_tokens=predicted_remaining(request, self._settings.prediction_error),
+        )
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         requests = {key: self._table.by_key(key) for key in keys}

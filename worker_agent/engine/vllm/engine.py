@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from worker_agent.engine.base import (
     Frames,
     Held,
     RequestKey,
+    RequestStats,
     Staging,
     StepColumns,
     Submission,
@@ -35,7 +36,14 @@ from worker_agent.engine.base import (
 from worker_agent.engine.errors import EngineRefusal, KvCorrupt, raised_anew
 from worker_agent.engine.vllm.cache_watch import naming_of
 from worker_agent.engine.vllm.core import EngineParts, EngineThread, use_policy
-from worker_agent.engine.vllm.facts import Compilations, engine_stats, identity, kv_shape, ready_response
+from worker_agent.engine.vllm.facts import (
+    Compilations,
+    engine_stats,
+    identity,
+    kv_shape,
+    ready_response,
+    request_stats,
+)
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.rank_facts import hardware
@@ -170,6 +178,10 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         parts = self._parts
         return engine_stats(parts.core, parts.table, parts.writer, parts.cache, self._compilations)
+
+    def request_stats(self, request_ids: Iterable[str]) -> list[RequestStats]:
+        found = map(self._parts.table.get, request_ids)
+        return [request_stats(self._parts.core, entry) for entry in found if entry is not None]
 
     async def find_held(self, keys: Sequence[RequestKey]) -> dict[RequestKey, Held]:
         return await self._run(lambda parts: parts.submissions.find_held(keys))

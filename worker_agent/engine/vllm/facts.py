@@ -125,7 +125,7 @@ def engine_stats(
     ahead = min(core.config.scheduler_config.max_num_batched_tokens, backlog + len(entries))
     tier = core.scheduler.tailrace_connector.tier
     return EngineStats(
-        requests=[_request_stats(core, entry) for entry in entries],
+        requests=[request_stats(core, entry) for entry in entries],
         kv_blocks_used=core.kv_blocks_used,
         kv_blocks_total=core.kv_blocks_total,
         host_kv_bytes_used=core.host.used * core.host.block_bytes,
@@ -156,7 +156,8 @@ def engine_stats(
     )
 
 
-def _request_stats(core: LoadedCore, entry: VllmRequest) -> RequestStats:
+def request_stats(core: LoadedCore, entry: VllmRequest) -> RequestStats:
+    """Return what the engine's statistics say of one request."""
     request, swapped = entry.request, core.host.get(entry.request_id)
     return RequestStats(
         request_id=entry.request_id,
