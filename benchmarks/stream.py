@@ -6,6 +6,9 @@ against without one. With `--against FOLDER`: this checkout against another one 
 been run, for instance an earlier revision. `--step-ms 20`: two simulated engines that take every stream and
 whose steps always take so long, so that what is between them and the client is measured, not they.
 
+All streams of a load begin at once. `--steady 20`: they begin spread over ten seconds, each is followed by
+another, and after ten more seconds twenty are measured.
+
 Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
 The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
 cancels. The server that is started first is a few percent slower, even against itself, so half of the rounds
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
@@ -31,12 +35,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace.profiles import load_profile
-from tests.harness.loadgen import StreamResult, completion_request, percentile, run_streams
+from tests.harness.loadgen import StreamResult, completion_request, percentile, run_steadily, run_streams
 from tests.harness.report import machine, save
 from tests.harness.servers import MODEL, Engines, Server, TailraceCluster, VllmServe
 from tests.harness.usage import cpu_seconds
 
-_LOWER_IS_BETTER = ("ttft_ms", "gap_p50_ms", "gap_p99_ms", "cpu_s_per_1000")
+_LOWER_IS_BETTER = ("ttft_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "cpu_s_per_1000")
+_SPREAD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Figures:
     tokens: int
     tokens_per_s: float
     ttft_ms: float
+    ttft_p99_ms: float
     gap_p50_ms: float
     gap_p99_ms: float
     cpu_s_per_1000: float
@@ -65,18 +71,63 @@ def measure(server: Server, concurrency: int, tokens: int, round_number: int) ->
     return _figures(server.name, results, used)
 
 
-def _figures(name: str, results: Sequence[StreamResult], used: dict[str, float]) -> Figures:
+def measure_steadily(server: Server, concurrency: int, tokens: int, round_number: int, s: float) -> Figures:
+    """Keep `concurrency` streams of `tokens` tokens running, and measure `s` seconds of it."""
+    prompts = (f"Round {round_number}, stream {n}: count on and on." for n in itertools.count())
+    requests = (completion_request(server.url, MODEL, prompt, tokens) for prompt in prompts)
+    parts = server.pids()
+    before: dict[str, float] = {}
+    used: dict[str, float] = {}
+    results, began = asyncio.run(
+        run_steadily(
+            server.url,
+            requests,
+            concurrency,
+            _SPREAD_S,
+            s,
+            lambda: before.update((part, cpu_seconds(pids)) for part, pids in parts.items()),
+            lambda: used.update((part, cpu_seconds(pids) - before[part]) for part, pids in parts.items()),
+        )
+    )
+    _refuse_failed(server.name, results)
+    times = [[t for t in r.event_times if began <= t < began + s] for r in results]
+    # Events, of which each has a token or, where the reader is slow, more: so tokens by their share.
+    share = sum(r.tokens for r in results) / sum(len(r.event_times) for r in results)
+    ttfts = [r.ttft for r in results if began <= r.started < began + s]
+    gaps = [b - a for each in times for a, b in itertools.pairwise(each)]
+    return _summary(server.name, concurrency, round(share * sum(map(len, times))), s, ttfts, gaps, used)
+
+
+def _refuse_failed(name: str, results: Sequence[StreamResult]) -> None:
     if failed := [r.error for r in results if r.error]:
         raise RuntimeError(f"{name}: {len(failed)} streams failed: {failed[0]}")
+
+
+def _figures(name: str, results: Sequence[StreamResult], used: dict[str, float]) -> Figures:
+    _refuse_failed(name, results)
     total = sum(r.tokens for r in results)
     seconds = max(r.finished for r in results) - min(r.started for r in results)
-    gaps = [gap * 1000 for r in results for gap in r.gaps]
+    gaps = [gap for r in results for gap in r.gaps]
+    return _summary(name, len(results), total, seconds, [r.ttft for r in results], gaps, used)
+
+
+def _summary(
+    name: str,
+    concurrency: int,
+    total: int,
+    seconds: float,
+    ttfts: Sequence[float],
+    gaps: Sequence[float],
+    used: dict[str, float],
+) -> Figures:
+    gaps = [gap * 1000 for gap in gaps]
     return Figures(
         server=name,
-        concurrency=len(results),
+        concurrency=concurrency,
         tokens=total,
         tokens_per_s=total / seconds,
-        ttft_ms=statistics.median(r.ttft for r in results) * 1000,
+        ttft_ms=statistics.median(ttfts) * 1000,
+        ttft_p99_ms=percentile(ttfts, 0.99) * 1000,
         gap_p50_ms=percentile(gaps, 0.5),
         gap_p99_ms=percentile(gaps, 0.99),
         cpu_s_per_1000=sum(used.values()) / total * 1000,
@@ -113,23 +164,35 @@ def apply_loads(
     tokens: int,
     numbers: Sequence[int],
     pairs: Rounds,
+    steady_s: float,
 ) -> None:
     """Apply all loads to both servers in turn, once per round number, and add the figures to `pairs`."""
     for server in (ours, theirs):
         measure(server, max(concurrencies), 32, -1)  # warm up
+
+    def apply(server: Server, concurrency: int, number: int) -> Figures:
+        if steady_s:
+            return measure_steadily(server, concurrency, tokens, number, steady_s)
+        return measure(server, concurrency, tokens, number)
+
     for concurrency in concurrencies:
         for number in numbers:
             # Alternate which is first, so that whatever the first leaves behind does not count against one.
             if number % 2:
-                second = measure(theirs, concurrency, tokens, number)
-                pairs[concurrency].append((measure(ours, concurrency, tokens, number), second))
+                second = apply(theirs, concurrency, number)
+                pairs[concurrency].append((apply(ours, concurrency, number), second))
             else:
-                first = measure(ours, concurrency, tokens, number)
-                pairs[concurrency].append((first, measure(theirs, concurrency, tokens, number)))
+                first = apply(ours, concurrency, number)
+                pairs[concurrency].append((first, apply(theirs, concurrency, number)))
 
 
 def compare(
-    servers: Pair, concurrencies: Sequence[int], tokens: int, rounds: int, console: Console
+    servers: Pair,
+    concurrencies: Sequence[int],
+    tokens: int,
+    rounds: int,
+    steady_s: float,
+    console: Console,
 ) -> dict[str, object]:
     """Apply all loads to both servers; return medians of each, and medians of the paired ratios ours /
     theirs."""
@@ -141,7 +204,7 @@ def compare(
             which = names[0] if ours_first else names[1]
             console.print(f"  {len(numbers)} rounds, {which} started first", style="dim")
             # Each half alternates, too.
-            apply_loads(ours, theirs, concurrencies, tokens, [n // 2 for n in numbers], pairs)
+            apply_loads(ours, theirs, concurrencies, tokens, [n // 2 for n in numbers], pairs, steady_s)
     table = Table(title=f"{names[0]} against {names[1]} (medians of {rounds}; ratio = ours / theirs)")
     for column in ("streams", "figure", *names, "ratio", "range of ratios"):
         table.add_column(column, justify="left" if column == "figure" else "right")
@@ -261,6 +324,13 @@ def main() -> int:
         metavar="MS",
         help="simulated engines whose steps take so long",
     )
+    parser.add_argument(
+        "--steady",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="keep the streams running, each followed by another, and measure so long",
+    )
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args()
     console = Console(stderr=options.output == "json")
@@ -276,8 +346,13 @@ def main() -> int:
                 console.print("no vllm-rs (scripts/install.sh --rust installs it): skipping the Rust pair")
                 continue
             servers = _pair(options.against, engines, front, rust)
-            pairs.append(compare(servers, options.streams, options.tokens, options.rounds, console))
-    figures: dict[str, object] = {"tokens_per_stream": options.tokens, "pairs": pairs}
+            loads = options.streams, options.tokens, options.rounds, options.steady
+            pairs.append(compare(servers, *loads, console))
+    figures: dict[str, object] = {
+        "tokens_per_stream": options.tokens,
+        "steady_s": options.steady,
+        "pairs": pairs,
+    }
     name = {"vllm": "stream", "clear": "stream-tls", "edge": "stream-edge"}.get(
         options.against, "stream-revisions"
     )

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from urllib.parse import urlsplit
@@ -197,6 +197,38 @@ async def run_stream(
 async def run_streams(url: str, requests: Sequence[bytes], timeout_s: float = 300.0) -> list[StreamResult]:
     """Run all requests concurrently; return all results, those of failed ones with `error` set."""
     return list(await asyncio.gather(*(run_stream(url, request, timeout_s) for request in requests)))
+
+
+async def run_steadily(
+    url: str,
+    requests: Iterator[bytes],
+    streams: int,
+    spread_s: float,
+    measured_s: float,
+    on_steady: Callable[[], None],
+    on_end: Callable[[], None],
+) -> tuple[list[StreamResult], float]:
+    """Keep `streams` streams running, each followed by the next request; return all results, and when the
+    measured time began, in seconds of time.perf_counter.
+
+    The first ones begin spread over `spread_s`; as long again is left for a steady state. `on_steady` and
+    `on_end` are called when the `measured_s` begin and end; what runs then runs to its end.
+    """
+    results: list[StreamResult] = []
+    steady = time.perf_counter() + 2 * spread_s
+
+    async def follow(number: int) -> None:
+        await asyncio.sleep(spread_s * number / streams)
+        while time.perf_counter() < steady + measured_s:
+            results.append(await run_stream(url, next(requests)))
+
+    async def call() -> None:
+        for at, callback in ((steady, on_steady), (steady + measured_s, on_end)):
+            await asyncio.sleep(at - time.perf_counter())
+            callback()
+
+    await asyncio.gather(call(), *(follow(number) for number in range(streams)))
+    return results, steady
 
 
 def percentile(values: Sequence[float], share: float) -> float:
