@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from socket import IPPROTO_TCP
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -79,6 +80,9 @@ _OWN_FLAGS: Final = (
 # Envoy stops reading at its buffer limit: above the largest body, or a larger one would wait instead of being
 # refused.
 _SLACK_BYTES: Final = 1 << 20
+# What Envoy keeps of an answer, on each of its two connections, for a client that does not read it: then the
+# API server, which ends such a stream, notices. In 16 KiB Envoy reads a token with the least work.
+_ANSWER_BYTES: Final = 1 << 14
 _HEADERS_MAX: Final = 100
 # Without headers that tell strangers about the fleet.
 _ROUTER: Final = {"suppress_envoy_headers": True}
@@ -87,6 +91,7 @@ _RETRY_AFTER: Final = {
     "header": {"key": "retry-after", "value": "2"},
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
+_REALTIME: Final = "/v1/realtime"
 _METHODS: Final = "GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE"
 _UNKNOWN_METHOD: Final = error_body(
     HTTPStatus.METHOD_NOT_ALLOWED, "BadRequestError", "The method is not known here."
@@ -205,12 +210,19 @@ class Endpoints:
 
 
 def bootstrap(
-    listen: str, folder: Path, bounds: Bounds, *, with_keys: bool, certificate: tuple[str, str] | None
+    listen: str,
+    folder: Path,
+    bounds: Bounds,
+    *,
+    with_keys: bool,
+    certificate: tuple[str, str] | None,
+    tcp_options: Sequence[tuple[int, int]] = (),
 ) -> dict[str, Any]:
     """Return the static part.
 
     `folder`: has `edge.sock` and the pipe `ended` of the edge, `admin.sock` of Envoy, and `clusters.json`.
-    `certificate`: files of the chain and its key, for HTTPS.
+    `certificate`: files of the chain and its key, for HTTPS. `tcp_options`: of clients' connections, number
+    and value each.
     """
     filters = [
         _ask("model", MODEL_CHOICE, bounds.max_body_bytes, bounds.start_wait_s + _ASK_S),
@@ -249,7 +261,7 @@ def bootstrap(
             ],
         },
         "static_resources": {
-            "listeners": [_listener(listen, folder, bounds, filters, certificate)],
+            "listeners": [_listener(listen, folder, bounds, filters, certificate, tcp_options)],
             "clusters": [_edge(folder / "edge.sock")],
         },
         "dynamic_resources": {"cds_config": _file(folder / "clusters.json")},
@@ -318,7 +330,12 @@ def secrets(certificate: str, key: str, authorities: str) -> dict[str, dict[str,
 
 
 def _listener(
-    listen: str, folder: Path, bounds: Bounds, filters: Sequence[Any], certificate: tuple[str, str] | None
+    listen: str,
+    folder: Path,
+    bounds: Bounds,
+    filters: Sequence[Any],
+    certificate: tuple[str, str] | None,
+    tcp_options: Sequence[tuple[int, int]],
 ) -> dict[str, Any]:
     manager = {
         "@type": f"{_TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -341,11 +358,19 @@ def _listener(
             "initial_stream_window_size": 1 << 18,
             "initial_connection_window_size": 1 << 24,
         },
-        "upgrade_configs": [{"upgrade_type": "websocket"}],
+        # Where a model listens for them: elsewhere, what they carry would pass unread.
+        "upgrade_configs": [{"upgrade_type": "websocket", "enabled": False}],
         "local_reply_config": _own_answers(bounds),
         "route_config": {
             "name": "users",
-            "virtual_hosts": [{"name": "users", "domains": ["*"], "routes": _routes()}],
+            "virtual_hosts": [
+                {
+                    "name": "users",
+                    "domains": ["*"],
+                    "routes": _routes(),
+                    "request_body_buffer_limit": bounds.max_body_bytes + _SLACK_BYTES,
+                }
+            ],
         },
         "http_filters": filters,
         "access_log": [_ended(folder / ENDED)],
@@ -366,7 +391,11 @@ def _listener(
     return {
         "name": "users",
         "address": _address(listen),
-        "per_connection_buffer_limit_bytes": bounds.max_body_bytes + _SLACK_BYTES,
+        "per_connection_buffer_limit_bytes": _ANSWER_BYTES,
+        "socket_options": [
+            {"level": IPPROTO_TCP, "name": name, "int_value": value, "state": "STATE_PREBIND"}
+            for name, value in tcp_options
+        ],
         "filter_chains": [chain],
     }
 
@@ -435,7 +464,12 @@ def _routes() -> list[dict[str, Any]]:
         "typed_per_filter_config": {"envoy.filters.http.ext_authz.model": bodiless},
         **to_models_route,
     }
-    return [unknown, *own, preflight, unread, {"match": {"prefix": "/"}, **to_models_route}]
+    realtime = {
+        **unread,
+        "match": {"path": _REALTIME, "headers": [{"name": ":method", "string_match": {"exact": "GET"}}]},
+        "route": {**to_models, "upgrade_configs": [{"upgrade_type": "websocket"}]},
+    }
+    return [unknown, *own, preflight, realtime, unread, {"match": {"prefix": "/"}, **to_models_route}]
 
 
 def _unasked(*names: str) -> dict[str, Any]:
@@ -553,6 +587,7 @@ def _cluster(name: str, folder: Path, tls: bool) -> dict[str, Any]:
         "eds_cluster_config": {"eds_config": _file(endpoints_file(name, folder))},
         "connect_timeout": _seconds(_CONNECT_S),
         "lb_policy": "LEAST_REQUEST",
+        "per_connection_buffer_limit_bytes": _ANSWER_BYTES,
         # Of those that etcd lists, one that hangs gets no new requests; what it has goes on when it does.
         "health_checks": [_HEALTH_CHECK],
         # All alike, when none of them answers in time: they may only be busy.

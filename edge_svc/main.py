@@ -38,7 +38,7 @@ from tailrace.service.options import CommonOptions, common_options
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.settings import setting, settings_options
-from tailrace.service.sockets import ListenError, listen_problem
+from tailrace.service.sockets import ListenError, bound_clients, listen_problem
 from tailrace.service.tasks import supervised
 from tailrace.store.membership import Membership
 from tailrace.store.model_clusters import ADAPTERS, FRONT_ENDS, ModelClusters
@@ -248,6 +248,8 @@ async def serve(
         shared = any(each.kind == KIND and each.http_address == own for each in members.services.values())
         if not shared and (problem := listen_problem(settings.http)):
             raise ListenError.of("--http", settings.http, problem)
+        with socket.socket() as unbound:
+            tcp_options = bound_clients(unbound)
         certificate = None
         if settings.certificate is not None and settings.certificate_key is not None:
             certificate = (str(settings.certificate), str(settings.certificate_key))
@@ -257,6 +259,7 @@ async def serve(
             settings.bounds,
             with_keys=keys is not None,
             certificate=certificate,
+            tcp_options=tcp_options,
         )
         child = await stack.enter_async_context(proxy.running(configuration))
         record = msgspec.structs.replace(service.record(server.address), http_address=own)

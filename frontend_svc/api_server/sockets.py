@@ -15,16 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tailrace.service.sockets import ListenError, bound_retransmission, listen_reason
+from tailrace.service.sockets import ListenError, bound_clients, listen_reason
 
 _OPTION: Final = "--http"
 # Connections of one engine core; more than one only while it reconnects.
 _BACKLOG: Final = 16
-# Bound of the retransmission interval towards clients: above any usual round-trip time, and short enough that
-# a stream continues within two seconds of a network outage.
-_RETRANSMIT_S: Final = 2.0
-# A client that acknowledges nothing, or takes nothing, for this long is disconnected.
-_GIVE_UP_S: Final = 300.0
 
 
 class PortTaken(ListenError):
@@ -105,7 +100,7 @@ def bind_http(address: str, is_ours: Callable[[], bool]) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound_retransmission(sock, _RETRANSMIT_S, _GIVE_UP_S)
+        bound_clients(sock)
         sock.bind((host, port))
     except OSError as error:
         sock.close()

@@ -18,6 +18,11 @@ from typing import Final, Self
 
 # Linux, include/uapi/linux/tcp.h.
 _TCP_RTO_MAX_MS: Final = 44
+# Above any usual round-trip time, and short enough that a stream continues within two seconds of a network
+# outage.
+_CLIENT_RETRANSMIT_S: Final = 2.0
+# A client that acknowledges nothing, or takes nothing, for this long is disconnected.
+_CLIENT_GIVE_UP_S: Final = 300.0
 # The answer of a kernel without the option.
 _UNSUPPORTED: Final = frozenset({errno.ENOPROTOOPT, errno.EOPNOTSUPP})
 
@@ -53,6 +58,18 @@ def bound_retransmission(sock: socket.socket, interval_s: float, give_up_s: floa
             raise
         return False
     return True
+
+
+def bound_clients(sock: socket.socket) -> list[tuple[int, int]]:
+    """Bound the retransmission of clients' connections, which inherit it from this listening socket.
+
+    Return the TCP options that were set, number and value, for a server that makes its own socket. Raise
+    OSError.
+    """
+    options = [(socket.TCP_USER_TIMEOUT, round(_CLIENT_GIVE_UP_S * 1e3))]
+    if bound_retransmission(sock, _CLIENT_RETRANSMIT_S, _CLIENT_GIVE_UP_S):
+        options.append((_TCP_RTO_MAX_MS, round(_CLIENT_RETRANSMIT_S * 1e3)))
+    return options
 
 
 class ListenError(OSError):

@@ -1,0 +1,111 @@
+"""What the proxy does with web sockets and with answers that nobody reads: a real one, before a server of the
+test."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession, WSServerHandshakeError, web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry
+
+from edge_svc.configuration import DEFAULT_BOUNDS, bootstrap
+from edge_svc.directory import directory
+from edge_svc.main import envoy_path
+from edge_svc.proxy import Proxy
+from edge_svc.web import Answers
+from tests.edge.test_directory import front_end
+from tests.ports import free_port
+from tests.waiting import WAIT_S
+
+
+async def echo(request: web.Request) -> web.WebSocketResponse:
+    """Send each message back."""
+    socket = web.WebSocketResponse()
+    await socket.prepare(request)
+    async for message in socket:
+        await socket.send_str(f"echo {message.data}")
+    return socket
+
+
+@asynccontextmanager
+async def proxied(
+    folder: Path, path: str, handler: Handler, tcp_options: Sequence[tuple[int, int]] = ()
+) -> AsyncIterator[int]:
+    """Run a proxy before two models, of which the first one has a handler at a path; yield its port."""
+    port, behind = free_port(), free_port()
+    found = directory([front_end("f", "first", behind), front_end("g", "second", free_port())], [])
+    answers = Answers(lambda: found, None, DEFAULT_BOUNDS, CollectorRegistry())
+    own, model = web.AppRunner(answers.app()), web.Application()
+    model.router.add_get(path, handler)
+    server = web.AppRunner(model)
+    try:
+        for each in (own, server):
+            await each.setup()
+        await web.UnixSite(own, str(folder / "edge.sock")).start()
+        await web.TCPSite(server, "127.0.0.1", behind).start()
+        proxy = Proxy(envoy_path(None), folder, 1)
+        proxy.route(found.clusters)
+        configuration = bootstrap(
+            f"127.0.0.1:{port}",
+            folder,
+            DEFAULT_BOUNDS,
+            with_keys=False,
+            certificate=None,
+            tcp_options=tcp_options,
+        )
+        async with proxy.running(configuration):
+            yield port
+    finally:
+        await own.cleanup()
+        await server.cleanup()
+
+
+async def test_a_web_socket_reaches_its_model(tmp_path: Path) -> None:
+    async with proxied(tmp_path, "/v1/realtime", echo) as port, ClientSession() as client:
+        url = f"http://127.0.0.1:{port}/v1/realtime"
+        async with client.ws_connect(url, params={"model": "first"}) as socket:
+            await socket.send_str("hello")
+            assert await socket.receive_str() == "echo hello"
+        with pytest.raises(WSServerHandshakeError) as refused:
+            await client.ws_connect(url)
+        assert refused.value.status == 400
+
+
+async def test_no_other_path_takes_a_web_socket(tmp_path: Path) -> None:
+    """What it carries would pass unread."""
+    async with proxied(tmp_path, "/v1/completions", echo) as port, ClientSession() as client:
+        with pytest.raises(WSServerHandshakeError) as refused:
+            await client.ws_connect(f"http://127.0.0.1:{port}/v1/completions", params={"model": "first"})
+        assert refused.value.status == 403
+
+
+async def test_an_answer_that_nobody_reads_is_not_kept_and_ends(tmp_path: Path) -> None:
+    sent, ended = 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            for _ in range(64):
+                await response.write(bytes(1 << 20))
+                sent += 1
+        finally:
+            ended.set()
+        return response
+
+    soon = [(socket.TCP_USER_TIMEOUT, 1_000)]
+    async with proxied(tmp_path, "/v1/long", answer, soon) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
+        writer.write(b"GET /v1/long?model=first HTTP/1.1\r\nhost: edge\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            await ended.wait()
+        writer.close()
+    # What the kernel keeps on the way, and not the rest.
+    assert sent < 40
