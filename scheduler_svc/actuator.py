@@ -63,6 +63,9 @@ _OPEN_MAX: Final = 512
 # Pool moves that are written at a time. Arrow moves all instances of a fleet at once: hundreds of calls of
 # etcd together exceed their deadlines, and placements wait behind them.
 _POOL_WRITES: Final = 32
+# How long one waits for others' writes: without etcd, hundreds would keep all other actions from being begun
+# for as long as their calls take one after another.
+_POOL_TURN_S: Final = 5.0
 _PRECONDITION: Final = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -164,8 +167,11 @@ class Actuator:
     async def _set_pool(self, order: PoolOrder) -> str:
         written = False
         try:
-            async with self._pool_writes:
+            await self._pool_turn(order.instance_id)
+            try:
                 await self._settings.swap_pool(order.instance_id, order.before, order.pool)
+            finally:
+                self._pool_writes.release()
             written = True
         finally:
             if not written:
@@ -173,6 +179,15 @@ class Actuator:
         # Etcd's watch delivers the move in a moment, unless another writer has reverted it meanwhile.
         asyncio.get_running_loop().call_later(ETCD_LAG_S, self._settle_pool, order)
         return "done"
+
+    async def _pool_turn(self, instance_id: str) -> None:
+        """Wait for one of the turns to write. Raise AdminError."""
+        try:
+            async with asyncio.timeout(_POOL_TURN_S):
+                await self._pool_writes.acquire()
+        except TimeoutError:
+            message = f"{instance_id}: the pool moves before it are not written yet"
+            raise AdminError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
 
     def _settle_pool(self, order: PoolOrder) -> None:
         """Remove an order if it still counts: the instance is where etcd says."""

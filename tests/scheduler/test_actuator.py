@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry
 
+from scheduler_svc import actuator
 from scheduler_svc.actuator import Actuator, WorkerCalls
 from scheduler_svc.loop import DecisionLoop
 from scheduler_svc.metrics import SchedulerMetrics
@@ -24,6 +25,7 @@ from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
+from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tests.counting import failures_of
@@ -222,6 +224,27 @@ async def test_pool_moves_of_a_large_fleet_are_written_a_few_at_a_time(
     assert scheduler.pools == [Pool.DECODE] * 100, "all of them count at once"
     await scheduler.finish_actions()
     assert most <= 32
+
+
+async def test_pool_moves_that_cannot_be_written_do_not_keep_other_actions_waiting(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, unavailable = [f"i{n}" for n in range(100)], asyncio.Event()
+
+    async def swap_pool(*_: object) -> None:
+        await unavailable.wait()
+        raise StoreUnavailable("etcd did not answer in time")
+
+    monkeypatch.setattr(Settings, "swap_pool", swap_pool)
+    monkeypatch.setattr(actuator, "_POOL_TURN_S", 0.05)
+    set_members(scheduler.state, StaticMembers({name: instance(name) for name in names}), 2.0)
+    scheduler.actuator.submit([SetPool(name, Pool.DECODE) for name in names], "test")
+    async with asyncio.timeout(WAIT_S):
+        while scheduler.pools.count(Pool.DECODE) > 32:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    unavailable.set()
+    await scheduler.finish_actions()
+    assert Pool.DECODE not in scheduler.pools, "none of the orders counts any more"
 
 
 async def test_instances_are_asked_to_hand_prompts_back(
