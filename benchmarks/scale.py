@@ -7,13 +7,13 @@ vLLM's API server, Tailrace's stream path, and the workers' part of it.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -48,12 +48,12 @@ def run(front: str, workers: int, streams: int, tokens: int, console: Console) -
         requests = [
             completion_request(cluster.url, MODEL, f"stream {n} of many", tokens) for n in range(streams)
         ]
-        asyncio.run(run_streams(cluster.url, requests[:50]))  # warm up
+        uvloop.run(run_streams(cluster.url, requests[:50]))  # warm up
         parts = cluster.pids()
         before = {part: cpu_seconds(pids) for part, pids in parts.items()}
         own_cpu_s = cpu_seconds([os.getpid()])
         console.print(f"  {streams} streams of {tokens} tokens", style="dim")
-        results = asyncio.run(run_streams(cluster.url, requests, timeout_s=600))
+        results = uvloop.run(run_streams(cluster.url, requests, timeout_s=600))
         used = {part: cpu_seconds(pids) - before[part] for part, pids in parts.items()}
         own_cpu_s = cpu_seconds([os.getpid()]) - own_cpu_s
     complete = [r for r in results if not r.error and r.tokens == tokens]

@@ -18,7 +18,6 @@ are run with one started first and half with the other.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import statistics
@@ -30,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+import uvloop
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
@@ -66,7 +66,7 @@ def measure(server: Server, concurrency: int, tokens: int, round_number: int) ->
     requests = [completion_request(server.url, MODEL, prompt, tokens) for prompt in prompts]
     parts = server.pids()
     before = {part: cpu_seconds(pids) for part, pids in parts.items()}
-    results = asyncio.run(run_streams(server.url, requests))
+    results = uvloop.run(run_streams(server.url, requests))
     used = {part: cpu_seconds(pids) - before[part] for part, pids in parts.items()}
     return _figures(server.name, results, used)
 
@@ -78,7 +78,7 @@ def measure_steadily(server: Server, concurrency: int, tokens: int, round_number
     parts = server.pids()
     before: dict[str, float] = {}
     used: dict[str, float] = {}
-    results, began = asyncio.run(
+    results, began = uvloop.run(
         run_steadily(
             server.url,
             requests,
