@@ -1,4 +1,4 @@
-"""Commit migrations: the one place where a running request changes its instance.
+"""Commit migrations: the one place where a request changes its owner without being taken from it first.
 
 A target asks to own a request from index next_index on. It may if and only if the request is live, the epoch
 that the migration started from is still current, and every token before next_index has arrived. The last of

@@ -112,7 +112,7 @@ class MigrationRun:
                 problem = await self._import(channels, trace)
             if problem:
                 # The call has ended, and the migration may not have.
-                end = await ask_end(opened, channels)
+                end = await cancel_or_ask_end(opened, channels)
                 self._apply_event(end)
                 record.error = f"{problem}; {end.reason}" if end.reason else record.error
             journal.write(closed(record))
@@ -225,7 +225,7 @@ class MigrationRun:
         )
 
 
-async def ask_end(entry: JournalOpened, channels: Channels) -> worker_pb2.ImportEvent:
+async def cancel_or_ask_end(entry: JournalOpened, channels: Channels) -> worker_pb2.ImportEvent:
     """Have the target abort a migration unless it is being committed, and return how it ended."""
     stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address, Role.WORKER))
     request = worker_pb2.CancelImportRequest(migration_id=entry.migration_id)

@@ -12,7 +12,7 @@ from typing import Final
 
 from migration_svc.journal import Journal
 from migration_svc.metrics import MigrationMetrics
-from migration_svc.migration import ENDED, CopyRules, MigrationRun, Order, ask_end, closed
+from migration_svc.migration import ENDED, CopyRules, MigrationRun, Order, cancel_or_ask_end, closed
 from migration_svc.slots import MigrationSlots
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
@@ -108,7 +108,7 @@ class Runs:
         What has been committed meanwhile is recorded so.
         """
         unfinished = self._journal.unfinished
-        ends = await asyncio.gather(*(ask_end(entry, self._channels) for entry in unfinished))
+        ends = await asyncio.gather(*(cancel_or_ask_end(entry, self._channels) for entry in unfinished))
         for entry, end in zip(unfinished, ends, strict=True):
             record = migration_pb2.MigrationRecord(
                 migration_id=entry.migration_id,

@@ -232,7 +232,7 @@ class Dispatcher:
             self._metrics.finished["failed"] += 1
             self._events.gone(running)
 
-    def client_gone(self, client: int) -> None:
+    def front_end_gone(self, client: int) -> None:
         """Free all requests of a front end whose stream has ended."""
         self._pulls.drop_client(client)
         self._engine.abort_client(client)

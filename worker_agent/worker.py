@@ -242,7 +242,7 @@ class _WorkerBuilder:
             self._metrics,
         )
         self._stack.push_async_callback(self._dispatch.close)
-        self._front_ends.on_gone(self._dispatch.client_gone)
+        self._front_ends.on_gone(self._dispatch.front_end_gone)
         identity = self._info.identity
         self._hello = worker_pb2.WorkerHello(
             instance_id=self._instance_id,

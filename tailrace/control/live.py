@@ -67,9 +67,9 @@ class LiveControl:
     def handle(self, event: Input) -> DecidedArrival | None:
         """Apply an event to the model, and ask the policy about what it shows.
 
-        Whatever the policy decides is in the model before this returns. What becomes of a wrong or late
-        answer, `PolicyGuard` decides (guard.py). Only an arrival has a result. Any scheduler may place,
-        leader or not, because pool moves are compare-and-swap.
+        The placement, migrations, offers, copies and pool moves that the policy decides are in the model
+        before this returns. What becomes of a wrong or late answer, `PolicyGuard` decides (guard.py). Only an
+        arrival has a result. Any scheduler may place, leader or not, because pool moves are compare-and-swap.
         """
         if isinstance(event, Reported):
             # A standby keeps lengths as well, because it may lead in a moment.

@@ -291,7 +291,7 @@ class Node:
             self.events,
             self.metrics,
         )
-        self.front_ends.on_gone(dispatch.client_gone)
+        self.front_ends.on_gone(dispatch.front_end_gone)
         hello = worker_pb2.WorkerHello(instance_id=str(self.number))
         self.streams = AttachStreams(self.front_ends, dispatch, hello)
 

@@ -1,6 +1,7 @@
 """The source of a migration: one export, from open to release or resume.
 
-The request is in exactly one of these states, and leaves it in one of two ways whatever happens:
+The request is in exactly one of these states, and leaves it by a release or a resume, unless it ends first or
+its front end is gone:
 
     open     runs, its full blocks pinned            target lost, idle or aborting -> resume
     paused   does not run                            committed or released         -> release
@@ -418,7 +419,7 @@ class Exports:
     def __init__(self, parts: MigrationParts) -> None:
         self._parts = parts
         self._running: dict[Export, asyncio.Task[None]] = {}
-        parts.front_ends.on_gone(self._client_gone)
+        parts.front_ends.on_gone(self._front_end_gone)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -463,7 +464,7 @@ class Exports:
         if export is not None:
             export.lease.inbox.signal(Ended("the request was aborted"))
 
-    def _client_gone(self, client: int) -> None:
+    def _front_end_gone(self, client: int) -> None:
         for export in self._running:
             if export.key is not None and export.key.client == client:
                 export.lease.inbox.signal(Ended("its front end is gone"))

@@ -163,7 +163,7 @@ class Import:
         """Return whether it moves this request, or keeps a submission of it."""
         return self.key == key or (self._successor is not None and self._successor.key == key)
 
-    def client_gone(self, client: int) -> None:
+    def front_end_gone(self, client: int) -> None:
         """Handle a front end that has detached."""
         if self._successor is not None and self._successor.key.client == client:
             self._successor = None
@@ -173,7 +173,8 @@ class Import:
     # ---- the way
 
     async def run(self) -> None:
-        """Open the export, copy the request in rounds, and commit: afterwards exactly one end has it.
+        """Open the export, copy the request in rounds, and commit: afterwards exactly one end has it, or none
+        if it has ended meanwhile.
 
         What fails before the commit, also the source or the time, becomes an Abort (`abort_of`).
         """
@@ -489,7 +490,7 @@ class Imports:
         self._ended: OrderedDict[str, worker_pb2.ImportEvent] = OrderedDict()
         # Why no import may begin; empty if they may.
         self._refusal = ""
-        parts.front_ends.on_gone(self._client_gone)
+        parts.front_ends.on_gone(self._front_end_gone)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -571,9 +572,9 @@ class Imports:
         import."""
         return any(incoming.concerns(key) for incoming in self._running)
 
-    def _client_gone(self, client: int) -> None:
+    def _front_end_gone(self, client: int) -> None:
         for incoming in self._running:
-            incoming.client_gone(client)
+            incoming.front_end_gone(client)
 
     def _named(self, request_id: str) -> Import | None:
         return next((incoming for incoming in self._running if incoming.request_id == request_id), None)
