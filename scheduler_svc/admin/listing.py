@@ -195,6 +195,7 @@ def service_infos(members: Membership) -> list[admin_pb2.ServiceInfo]:
             and leader.service_id == record.service_id,
             http_address=record.http_address,
             metrics_address=record.metrics_address,
+            asleep=record.asleep,
         )
         for _, record in sorted(members.services.items())
     ]

@@ -308,7 +308,7 @@ SERVICES = View[ServiceInfo](
         Column("ID", lambda s: s.id),
         Column("LEADER", lambda s: "leader" if s.leader else ""),
         Column("ADDRESS", lambda s: s.address),
-        Column("HTTP", lambda s: s.http_address or NOTHING),
+        Column("HTTP", lambda s: (s.http_address or NOTHING) + (" (asleep)" if s.asleep else "")),
         Column("METRICS", lambda s: s.metrics_address or NOTHING),
     ),
     empty="no services are registered",

@@ -302,7 +302,11 @@ def small_fleet() -> Script:
         services=[
             admin.ServiceInfo(kind="scheduler", id="scheduler", address="127.0.0.1:7101", leader=True),
             admin.ServiceInfo(
-                kind="frontend", id="frontend", address="127.0.0.1:7102", http_address="127.0.0.1:8000"
+                kind="frontend",
+                id="frontend",
+                address="127.0.0.1:7102",
+                http_address="127.0.0.1:8000",
+                asleep=True,
             ),
         ],
         migrate_events=[opened, record],

@@ -17,7 +17,7 @@ KINDS = {
     "requests": ("chatcmpl-aaa1", "PHASE"),
     "migrations": ("committed", "PAUSE MS"),
     "policies": ("least_loaded", "ACTIVE"),
-    "services": ("127.0.0.1:8000", "LEADER"),
+    "services": ("127.0.0.1:8000 (asleep)", "LEADER"),
 }
 
 
