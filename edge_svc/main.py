@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +34,7 @@ from tailrace.security.folder import CredentialFolder
 from tailrace.security.options import exposed
 from tailrace.security.transport import TlsTransport
 from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.private_folder import private_folder
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.settings import setting, settings_options
@@ -204,7 +204,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_service(KIND, common))
         members = service.members
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-edge-")))
+        folder = stack.enter_context(private_folder("edge"))
         proxy = Proxy(executable, folder, settings.threads)
         limits = Limits(settings.bounds, keys is not None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +35,7 @@ from tailrace.members import Members
 from tailrace.records import ServiceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.child import Child
+from tailrace.service.private_folder import private_folder
 from tailrace.service.runtime import Shutdown
 from tailrace.service.tasks import first_ended, supervised
 from tailrace.store.client import StoreUnavailable
@@ -90,7 +90,7 @@ async def run_front_end(
     with ExitStack() as stack:
         folder = settings.ipc_folder
         if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-frontend-")))
+            folder = stack.enter_context(private_folder("frontend"))
         readiness.admission = admission = AdmissionFlag(folder / "admission")
         adapters_path = None if adapters is None else adapters.follow(folder / "adapters")
         api_server: _ApiServer | None = None
