@@ -130,7 +130,8 @@ def test_requests_move_between_engines_with_two_ranks_and_one(fleet: Fleet, chat
         wait_decoding(fleet, request, source)
         records.append(fleet.migrate(request, target))
     assert_expected(result(), LONG)
-    assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 4
+    committed = [types_pb2.MIGRATION_STATE_COMMITTED] * 4
+    assert [record.state for record in records] == committed, [record.error for record in records]
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2 + [types_pb2.WAY_REPLAY] * 2
     assert "tensor_parallel_size 2 against 1" in records[2].way_reason
     assert all(record.bytes > 0 for record in records[:2])

@@ -120,16 +120,14 @@ class Rules:
         if not self.is_edge:
             return request
         path = posixpath.normpath(request.path) if "/../" in request.path else request.path
-        # Its own server ignores the upgrade.
-        is_get = request.method == "HEAD" or (request.method == WEBSOCKET and path == "/v1/models")
-        method = "GET" if is_get else request.method
+        method = "GET" if request.method == "HEAD" else request.method
         return replace(request, method=method, path=path)
 
     def is_open(self, request: HttpRequest) -> bool:
         """Return whether the request may be answered without a key."""
         # HEAD is GET without a body, and a server without web sockets ignores the upgrade.
         method = "GET" if request.method == "HEAD" else request.method
-        if method == WEBSOCKET and (self.tells_what_is_not_served or self.is_edge):
+        if method == WEBSOCKET and self.tells_what_is_not_served:
             method = "GET"
         if request.path in self.open_paths and method != WEBSOCKET:
             return True
