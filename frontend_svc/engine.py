@@ -335,7 +335,7 @@ class FleetEngine:
             self.workers.send(instance_id, abort_message(stale))
         if verdict.failed:
             self._observer.failed(verdict.failed, instance_id)
-            self._recovery.failed(verdict.failed, instance_id)
+            self._recovery.restart_failed(verdict.failed, instance_id)
 
     def _on_held_reply(self, instance_id: str, reply: worker_pb2.HeldReply) -> None:
         """Restart streams that an instance owns but does not have any more."""
@@ -344,9 +344,9 @@ class FleetEngine:
             if stream is None or stream.owner != instance_id or stream.epoch != epoch:
                 continue
             log.error("%s no longer has %s", instance_id, stream.request_id)
-            self.table.fail(stream)
+            self.table.orphan_failed(stream)
             self._observer.missing(stream, instance_id)
-            self._recovery.failed([stream], instance_id)
+            self._recovery.restart_failed([stream], instance_id)
 
     def _on_request_rejected(self, instance_id: str, rejected: worker_pb2.RequestRejected) -> None:
         """Place a rejected request elsewhere, or end it if it is at fault itself."""
@@ -361,13 +361,13 @@ class FleetEngine:
             self._observer.instance_busy(instance_id)
             self._recovery.instance_busy(stream, instance_id)
         elif rejected.code == worker_pb2.REJECT_CODE_FAILED:
-            self.table.fail(stream)
+            self.table.orphan_failed(stream)
             self._observer.failed([stream], instance_id)
-            self._recovery.failed([stream], instance_id, rejected.reason)
+            self._recovery.restart_failed([stream], instance_id, rejected.reason)
         else:
             # No other instance would accept it.
             refusal = Refusal(400, f"The request failed: {rejected.reason}.")
-            self.requests.fail(stream, refusal, rejected.reason)
+            self.requests.end_for_good(stream, refusal, rejected.reason)
 
     # ---- the fleet, and periodic work
 

@@ -151,7 +151,7 @@ class Recovery:
         else:
             self._engine_died(case)
 
-    def failed(self, streams: Iterable[Stream], instance_id: str, reason: str = "") -> None:
+    def restart_failed(self, streams: Iterable[Stream], instance_id: str, reason: str = "") -> None:
         """Restart streams that the instance gave up, for the reason if it gives one, or of which it lost or
         repeated a token."""
         streams = list(streams)

@@ -150,8 +150,8 @@ class Requests:
                 await self.fair_gate.turn(stream, share, priority)
             await self._place(stream, Where())
             while True:
-                # It runs: nothing to do until it has lost its instance, which recovery.py has taken it from
-                # by then (so that later outputs of it are stale), or is about to lose it.
+                # It runs. An order comes when recovery.py has taken it from a lost instance, so that later
+                # outputs of that are stale, or when its instance returns it.
                 match await self._next_order(stream):
                     case Where() as where:
                         await self._place(stream, where)
@@ -175,7 +175,7 @@ class Requests:
         return order
 
     async def _place(self, stream: Stream, where: Where) -> None:
-        """Ask for an instance until one has the request. Raise _NoInstance or Refused."""
+        """Ask for an instance until the request is queued for one. Raise _NoInstance or Refused."""
         while True:
             changed = self._fleet_changed
             chosen = await self._choose(stream, where)
@@ -450,9 +450,9 @@ class Requests:
     def give_up(self, stream: Stream, reason: str) -> None:
         """End a stream that fails wherever it runs; its answer must not be run again."""
         log.warning("%s given up: %s", stream.request_id, reason)
-        self.fail(stream, Refusal(500, f"The request failed: {reason}."), reason)
+        self.end_for_good(stream, Refusal(500, f"The request failed: {reason}."), reason)
 
-    def fail(self, stream: Stream, refusal: Refusal, reason: str) -> None:
+    def end_for_good(self, stream: Stream, refusal: Refusal, reason: str) -> None:
         """End a stream with this error; its answer must not be run again."""
         self._outputs.forbid_resume(stream)
         self._end(stream, refusal, reason)

@@ -262,7 +262,7 @@ class StreamTable:
         stream.owner = None
         stream.epoch += 1
 
-    def fail(self, stream: Stream) -> None:
+    def orphan_failed(self, stream: Stream) -> None:
         """Take the stream from an owner that cannot continue it, and count the failure."""
         self.orphan(stream)
         stream.failures += 1
@@ -371,7 +371,7 @@ class StreamTable:
         else:
             # From the owner, in its own epoch: it gave up, or lost or repeated a token, and cannot continue.
             reason = Reject.FAILED if flags & FAILED else Reject.INDEX
-            self.fail(stream)
+            self.orphan_failed(stream)
             verdict.failed.append(stream)
         verdict.rejected.append((handle, reason))
 
