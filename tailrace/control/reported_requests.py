@@ -7,7 +7,7 @@ report's columns are kept as they are, and a view of a request is made when some
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -211,10 +211,13 @@ class ReportedRows:
                 self._reasoning -= sum(low and phase != _ANSWERING for low, phase in pairs)
         return self._reasoning
 
-    def reasons(self, request_id: str) -> bool:
-        """Return whether a request that is in the report counts as reasoning."""
-        row = self._index[request_id]
-        return self._phases[row] != _ANSWERING and not value_of(self._columns.demoted, row, False)
+    def reasoning_of(self, request_ids: Iterable[str]) -> int:
+        """Return how many of these requests are in the report and count as reasoning."""
+        phases, demoted = self._phases, self._columns.demoted
+        rows = map(self._index.get, request_ids)
+        return sum(
+            phases[row] != _ANSWERING and not value_of(demoted, row, False) for row in rows if row is not None
+        )
 
     def _count(self, quantum_tokens: int) -> PhaseLoad:
         """Count column by column: without a call, and if possible without a step, for each request."""
@@ -337,7 +340,7 @@ class ReportedRequests(RequestTable):
     """The requests of an instance at one moment: in the report's order, as changed since; then those added
     since, then pending placements."""
 
-    __slots__ = ("_changed", "_parts", "_pending", "_prompts", "_rows")
+    __slots__ = ("_changed", "_corrected", "_parts", "_pending", "_prompts", "_rows")
 
     def __init__(
         self,
@@ -352,6 +355,7 @@ class ReportedRequests(RequestTable):
         self._pending = pending
         # Made on first use.
         self._parts: _Parts | None = None
+        self._corrected: list[RequestView] | None = None
         self._prompts: list[Prompt] | None = None
 
     # ---- a table of the report's rows, corrected
@@ -410,18 +414,22 @@ class ReportedRequests(RequestTable):
     def prompts(self) -> list[Prompt]:
         """Return the prompts of requests in prefill."""
         if self._prompts is None:
+            changed, prefill = self._changed, Phase.PREFILL
             reported = self._rows.prompts().items()
-            added = (r for r in self._corrections() if r.phase is Phase.PREFILL)
-            self._prompts = [prompt for name, prompt in reported if name not in self._changed]
-            self._prompts += [(r.arrival_s, r.prompt_tokens) for r in added]
+            self._prompts = [prompt for name, prompt in reported if name not in changed]
+            self._prompts += [
+                (r.arrival_s, r.prompt_tokens) for r in self._corrections() if r.phase is prefill
+            ]
         return self._prompts
 
     def reasoning(self) -> int:
         """Return how many requests count as reasoning."""
-        rows = self._rows
-        gone = sum(rows.reasons(name) for name in self._changed if name in rows)
-        added = sum(r.phase is not Phase.ANSWERING and not r.demoted for r in self._corrections())
-        return rows.reasoning - gone + added
+        answering = Phase.ANSWERING
+        count = self._rows.reasoning - self._rows.reasoning_of(self._changed)
+        for request in self._corrections():
+            if request.phase is not answering and not request.demoted:
+                count += 1
+        return count
 
     def _count(self, quantum_tokens: int, without: str) -> PhaseLoad:
         """Correct the count of the report by what has changed."""
@@ -450,9 +458,9 @@ class ReportedRequests(RequestTable):
                 least = min(least, share.slack_tokens)
         return PhaseLoad(reasoning, fresh, least, quantum_tokens)
 
-    def _corrections(self) -> Iterator[RequestView]:
-        """Yield the requests that are not as in the report."""
-        for request in self._changed.values():
-            if request is not None:
-                yield request
-        yield from self._pending
+    def _corrections(self) -> list[RequestView]:
+        """Return the requests that are not as in the report."""
+        if self._corrected is None:
+            self._corrected = [request for request in self._changed.values() if request is not None]
+            self._corrected += self._pending
+        return self._corrected
