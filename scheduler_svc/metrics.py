@@ -145,8 +145,7 @@ class SchedulerMetrics:
         )
 
         # From the start: of a series that appears with its first event, `increase()` misses that event.
-        for point in DecisionPoint:
-            self.decision_seconds.labels(point.value)
+        self._durations = {point: self.decision_seconds.labels(point.value) for point in DecisionPoint}
         for action, outcomes in _OUTCOMES.items():
             for outcome in (*outcomes, "refused", "failed", "dropped"):
                 self.actions.labels(action.__name__, outcome)
@@ -158,7 +157,7 @@ class SchedulerMetrics:
 
     def observe_duration(self, point: DecisionPoint, seconds: float) -> None:
         """Record how long a call of the policy took."""
-        self.decision_seconds.labels(point.value).observe(seconds)
+        self._durations[point].observe(seconds)
 
     def failed(self, policy: str, point: DecisionPoint, why: str) -> None:
         """Count a bad answer of a policy, and log it."""
@@ -177,7 +176,8 @@ class SchedulerMetrics:
         counter.inc()
         series = self._series(model)
         series.tokens.inc(tokens)
-        series.cached_tokens.inc(cached)
+        if cached:
+            series.cached_tokens.inc(cached)
         if pulled:
             series.pulls.inc()
 
