@@ -209,7 +209,8 @@ class InstanceChooser:
         return stream.model if stream.accepted and stream.model else self._fleet.model
 
     def _may_take(self, instance_id: str, stream: Stream) -> bool:
-        attached = instance_id in self._outbox.attached()
+        # `attached` lists all instances of the fleet.
+        attached = self._outbox.max_message_bytes(instance_id) > 0
         return attached and self._fleet.is_model(instance_id, self._model(stream))
 
     def _fallback(self, stream: Stream, avoid: frozenset[str]) -> Chosen | NoneChosen:

@@ -65,19 +65,15 @@ def preferred(members: Members, kind: str) -> list[ServiceRecord]:
     by_kind: dict[str, ServiceRecord] = {}
     if (leader := members.leaders.get(kind)) is not None:
         by_kind[leader.address] = leader
-    for (service_kind, _), record in sorted(members.services.items(), key=_key):
-        if service_kind == kind:
-            by_kind.setdefault(record.address, record)
+    for name in sorted(name for service_kind, name in members.services if service_kind == kind):
+        record = members.services[kind, name]
+        by_kind.setdefault(record.address, record)
     return list(by_kind.values())
 
 
 def first_address(members: Members, kind: str) -> str | None:
     """Return the address to call first, or None if no such service is known."""
     return next((record.address for record in preferred(members, kind)), None)
-
-
-def _key(item: tuple[tuple[str, str], ServiceRecord]) -> tuple[str, str]:
-    return item[0]
 
 
 MESSAGE_BYTES_MAX: Final = 256 * 1024 * 1024

@@ -38,7 +38,7 @@ class AttachedOutbox:
         return self.instance_ids
 
     def max_message_bytes(self, instance_id: str) -> int:
-        return 1 << 20
+        return 1 << 20 if instance_id in self.instance_ids else 0
 
     def send(self, instance_id: str, message: worker_pb2.AttachUp) -> bool:
         return instance_id in self.instance_ids
