@@ -130,6 +130,8 @@ def context_from_traceparent(traceparent: str) -> Context:
 
 def sampled_trace_of(traceparent: str) -> str:
     """Return the id of a W3C traceparent's trace in hex; "" if it is not sampled, or the text is invalid."""
+    if not traceparent:
+        return ""
     context = get_current_span(context_from_traceparent(traceparent)).get_span_context()
     return format_trace_id(context.trace_id) if context.is_valid and context.trace_flags.sampled else ""
 
