@@ -14,9 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import zmq
-import zmq.asyncio
-
 from tailrace.service.sockets import SocketWriter
 from tailrace.telemetry.incidents import unreadable
 from tailrace.wire import ENGINE_IDENTITY, RequestType, UtilityCall, read_abort, read_utility
@@ -33,11 +30,22 @@ _GREETING_LENGTH: Final = 64
 _MORE: Final = 0x01
 _LONG: Final = 0x02
 _COMMAND: Final = 0x04
-_READY: Final = b"\x05READY" + b"\x0bSocket-Type" + (4).to_bytes(4, "big") + b"PUSH"
+
+
+def _ready(socket_type: bytes, identity: bytes = b"") -> bytes:
+    properties = {b"Socket-Type": socket_type, **({b"Identity": identity} if identity else {})}
+    return b"\x05READY" + b"".join(
+        bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
+        for name, value in properties.items()
+    )
+
+
+_PUSH: Final = _ready(b"PUSH")
+_DEALER: Final = _ready(b"DEALER", ENGINE_IDENTITY)
 
 
 class HandshakeFailed(Exception):
-    """The other end is not a ZMQ socket that accepts a PUSH."""
+    """The other end is not a ZMQ socket that accepts ours."""
 
 
 class PushSocket:
@@ -63,19 +71,7 @@ class PushSocket:
 
         Raise OSError or HandshakeFailed.
         """
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(self._socket, self._path)
-        await loop.sock_sendall(self._socket, _GREETING)
-        greeting = await self._receive(_GREETING_LENGTH)
-        if greeting[0] != 0xFF or greeting[10] < 3 or greeting[12:32] != _GREETING[12:32]:
-            raise HandshakeFailed(f"not a ZMTP 3 greeting with the NULL mechanism: {greeting[:32].hex()}")
-        await loop.sock_sendall(self._socket, _frame(_READY, _COMMAND))
-        flags, size = await self._receive(2)
-        if flags & _LONG:
-            size = int.from_bytes(bytes([size]) + await self._receive(7), "big")
-        command = await self._receive(size)
-        if not flags & _COMMAND or not command.startswith(b"\x05READY"):
-            raise HandshakeFailed(f"expected READY, got {command[:64]!r}")
+        await _connect(self._socket, self._path, _PUSH)
         self._writer = SocketWriter(self._socket, self._drained)
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -106,15 +102,36 @@ class PushSocket:
         if error is not None:
             self._on_stuck()
 
-    async def _receive(self, size: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        data = b""
-        while len(data) < size:
-            more = await loop.sock_recv(self._socket, size - len(data))
-            if not more:
-                raise HandshakeFailed("the peer closed the connection")
-            data += more
-        return data
+
+async def _connect(connection: socket.socket, path: str, ready: bytes) -> None:
+    """Connect to a ZMQ socket and complete the handshake, however long the other end takes to start.
+
+    `ready`: our READY command. Raise OSError or HandshakeFailed.
+    """
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(connection, path)
+    await loop.sock_sendall(connection, _GREETING)
+    greeting = await _read(connection, _GREETING_LENGTH)
+    if greeting[0] != 0xFF or greeting[10] < 3 or greeting[12:32] != _GREETING[12:32]:
+        raise HandshakeFailed(f"not a ZMTP 3 greeting with the NULL mechanism: {greeting[:32].hex()}")
+    await loop.sock_sendall(connection, _frame(ready, _COMMAND))
+    flags, size = await _read(connection, 2)
+    if flags & _LONG:
+        size = int.from_bytes(bytes([size]) + await _read(connection, 7), "big")
+    command = await _read(connection, size)
+    if not flags & _COMMAND or not command.startswith(b"\x05READY"):
+        raise HandshakeFailed(f"expected READY, got {command[:64]!r}")
+
+
+async def _read(connection: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        more = await loop.sock_recv(connection, size - len(data))
+        if not more:
+            raise HandshakeFailed("the peer closed the connection")
+        data += more
+    return data
 
 
 def _frame(body: bytes, flags: int) -> bytes:
@@ -123,17 +140,48 @@ def _frame(body: bytes, flags: int) -> bytes:
     return bytes((flags | _LONG,)) + len(body).to_bytes(8, "big") + body
 
 
+class _Messages(asyncio.Protocol):
+    """Pass on each message that arrives after the handshake, as its frames.
+
+    libzmq receives in a thread of its own; to be woken by it costs several times as much as to read.
+    """
+
+    def __init__(self, on_message: Callable[[list[bytes]], None]) -> None:
+        self._on_message = on_message
+        self._buffer = bytearray()
+        # Those of the message that is not complete yet.
+        self._frames: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) > start:
+            flags = buffer[start]
+            begin = start + (9 if flags & _LONG else 2)
+            if len(buffer) < begin:
+                break
+            end = begin + int.from_bytes(buffer[start + 1 : begin], "big")
+            if len(buffer) < end:
+                break
+            if not flags & _COMMAND:
+                self._frames.append(bytes(buffer[begin:end]))
+                if not flags & _MORE:
+                    frames, self._frames = self._frames, []
+                    self._on_message(frames)
+            start = end
+        del buffer[:start]
+
+
 class EngineCoreSocket:
     """Own the two sockets of engine core 0."""
 
     def __init__(self, input_path: Path, output_path: Path, on_stuck: Callable[[], None]) -> None:
         """Take the paths of unix sockets, to which `announce` connects. `on_stuck` is called when the API
         server has stopped reading."""
-        self._context = zmq.asyncio.Context(io_threads=1)
-        self._input = self._context.socket(zmq.DEALER)
-        self._input.setsockopt(zmq.IDENTITY, ENGINE_IDENTITY)
-        self._input.setsockopt(zmq.RCVHWM, 0)
-        self._input_address = f"ipc://{input_path}"
+        self._input_path = str(input_path)
+        self._input = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._input.setblocking(False)
         self._output = PushSocket(str(output_path), on_stuck)
         self.send = self._output.send
         self.unread_bytes = self._output.unread_bytes
@@ -145,8 +193,8 @@ class EngineCoreSocket:
         Waits until the API server has started. Raise OSError or HandshakeFailed.
         """
         await self._output.connect()
-        self._input.connect(self._input_address)
-        await self._input.send(ready_response)
+        await _connect(self._input, self._input_path, _DEALER)
+        await asyncio.get_running_loop().sock_sendall(self._input, _frame(ready_response, 0))
 
     async def receive(
         self,
@@ -156,8 +204,9 @@ class EngineCoreSocket:
     ) -> None:
         """Pass every message of the API server on, until cancelled: new requests, the ids of those to abort,
         and calls of engine-core methods with their frames. None of these may block."""
-        while True:
-            kind, *frames = await self._input.recv_multipart()
+
+        def pass_on(message: list[bytes]) -> None:
+            kind, *frames = message
             try:
                 match kind:
                     case RequestType.ADD:
@@ -172,8 +221,16 @@ class EngineCoreSocket:
                 unreadable("message of the API server", kind.decode("latin-1"), error)
                 log.debug("a message of the API server", exc_info=error)
 
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_unix_connection(lambda: _Messages(pass_on), sock=self._input)
+        try:
+            # Also if the API server closes the connection: that it has ended, its exit status and `on_stuck`
+            # tell.
+            await loop.create_future()
+        finally:
+            transport.abort()
+
     def close(self) -> None:
         """Close both sockets; unsent outputs are dropped."""
-        self._input.close(linger=0)
+        self._input.close()
         self._output.close()
-        self._context.term()
