@@ -6,8 +6,8 @@ against without one. With `--against FOLDER`: this checkout against another one 
 been run, for instance an earlier revision. `--step-ms 20`: two simulated engines that take every stream and
 whose steps always take so long, so that what is between them and the client is measured, not they.
 
-All streams of a load begin at once. `--steady 20`: they begin spread over ten seconds, each is followed by
-another, and after ten more seconds twenty are measured.
+All streams of a load begin at once. `--steady 20`: each is followed by another, and twenty seconds are
+measured once their beginnings are spread evenly.
 
 Both servers of a pair run side by side, and each load is applied to one and then to the other, several times.
 The printed ratios are within each pair of adjacent measurements, so that drift of the machine's speed
@@ -41,7 +41,6 @@ from tests.harness.servers import MODEL, Engines, Server, TailraceCluster, VllmS
 from tests.harness.usage import cpu_seconds
 
 _LOWER_IS_BETTER = ("ttft_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms", "cpu_s_per_1000")
-_SPREAD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +72,20 @@ def measure(server: Server, concurrency: int, tokens: int, round_number: int) ->
 
 def measure_steadily(server: Server, concurrency: int, tokens: int, round_number: int, s: float) -> Figures:
     """Keep `concurrency` streams of `tokens` tokens running, and measure `s` seconds of it."""
-    prompts = (f"Round {round_number}, stream {n}: count on and on." for n in itertools.count())
-    requests = (completion_request(server.url, MODEL, prompt, tokens) for prompt in prompts)
+    numbers = itertools.count()
+
+    def request(share: float) -> bytes:
+        prompt = f"Round {round_number}, stream {next(numbers)}: count on and on."
+        return completion_request(server.url, MODEL, prompt, max(1, round(share * tokens)))
+
     parts = server.pids()
     before: dict[str, float] = {}
     used: dict[str, float] = {}
     results, began = uvloop.run(
         run_steadily(
             server.url,
-            requests,
+            request,
             concurrency,
-            _SPREAD_S,
             s,
             lambda: before.update((part, cpu_seconds(pids)) for part, pids in parts.items()),
             lambda: used.update((part, cpu_seconds(pids) - before[part]) for part, pids in parts.items()),
@@ -126,7 +128,7 @@ def _summary(
         concurrency=concurrency,
         tokens=total,
         tokens_per_s=total / seconds,
-        ttft_ms=statistics.median(ttfts) * 1000,
+        ttft_ms=percentile(ttfts, 0.5) * 1000,
         ttft_p99_ms=percentile(ttfts, 0.99) * 1000,
         gap_p50_ms=percentile(gaps, 0.5),
         gap_p99_ms=percentile(gaps, 0.99),

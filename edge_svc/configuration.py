@@ -453,14 +453,18 @@ def _routes() -> list[dict[str, Any]]:
         "@type": f"{_TYPES}.filters.http.ext_authz.v3.ExtAuthzPerRoute",
         "check_settings": {"disable_request_body_buffering": True},
     }
+    # Of bodies that nobody asks for, no more than of an answer: nothing counts them.
+    uncounted = {"request_body_buffer_limit": _ANSWER_BYTES}
     preflight = {
         "match": {"prefix": "/", "headers": [is_preflight]},
+        **uncounted,
         "typed_per_filter_config": {**_unasked("key"), "envoy.filters.http.ext_authz.model": bodiless},
         **to_models_route,
     }
     without_body = {"name": ":method", "string_match": {"safe_regex": {"regex": "GET|HEAD|DELETE|TRACE"}}}
     unread = {
         "match": {"prefix": "/", "headers": [without_body]},
+        **uncounted,
         "typed_per_filter_config": {"envoy.filters.http.ext_authz.model": bodiless},
         **to_models_route,
     }

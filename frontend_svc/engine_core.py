@@ -146,8 +146,10 @@ class _Messages(asyncio.Protocol):
     libzmq receives in a thread of its own; to be woken by it costs several times as much as to read.
     """
 
-    def __init__(self, on_message: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, on_message: Callable[[list[bytes]], None], failed: asyncio.Future[None]) -> None:
+        """`failed` gets what fails in reading, other than the connection."""
         self._on_message = on_message
+        self._failed = failed
         self._buffer = bytearray()
         # Those of the message that is not complete yet.
         self._frames: list[bytes] = []
@@ -171,6 +173,11 @@ class _Messages(asyncio.Protocol):
                     self._on_message(frames)
             start = end
         del buffer[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        # That the API server has ended, its exit status and `on_stuck` tell.
+        if error is not None and not isinstance(error, OSError) and not self._failed.done():
+            self._failed.set_exception(error)
 
 
 class EngineCoreSocket:
@@ -222,11 +229,10 @@ class EngineCoreSocket:
                 log.debug("a message of the API server", exc_info=error)
 
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_unix_connection(lambda: _Messages(pass_on), sock=self._input)
+        failed: asyncio.Future[None] = loop.create_future()
+        transport, _ = await loop.create_unix_connection(lambda: _Messages(pass_on, failed), sock=self._input)
         try:
-            # Also if the API server closes the connection: that it has ended, its exit status and `on_stuck`
-            # tell.
-            await loop.create_future()
+            await failed
         finally:
             transport.abort()
 

@@ -241,11 +241,12 @@ class ReportStream:
                 report.cache.CopyFrom(update_of(self._cache))
         stats: EngineStats | None = None
         changed: Sequence[RequestStats] = ()
-        with guarded(_LOOP, "changed requests"):
-            changed = self._request_stats(self._events.changed_ids)
         if steady:
             with guarded(_LOOP, "engine statistics"):
                 stats = self._stats()
+        # After the rows, as they are applied: vLLM's thread goes on meanwhile.
+        with guarded(_LOOP, "changed requests"):
+            changed = self._request_stats(self._events.changed_ids)
         with guarded(_LOOP, "phase events"):
             report.phase_events.extend(self._events.take(changed, self._running))
         if stats is not None:

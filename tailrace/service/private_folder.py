@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from zlib import crc32
 
 
 @contextmanager
@@ -20,11 +22,15 @@ def private_folder(name: str) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="tailrace-new-"))
     descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Under its name only now: another process takes one without a lock for left.
-        folder = made.rename(made.with_name(made.name.replace("-new-", f"-{name}.", 1)))
+        # Some file systems have no locks: there nothing is removed either.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Under its name only now: another process takes one without a lock for left. With the host in it: on
+        # a shared file system, locks may be those of one host.
+        prefix = f"tailrace-{name}.{crc32(socket.gethostname().encode()):08x}."
+        folder = made.rename(made.with_name(made.name.replace("tailrace-new-", prefix, 1)))
         try:
-            _remove_left(folder.parent, f"tailrace-{name}.")
+            _remove_left(folder.parent, prefix)
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -211,7 +211,7 @@ class InvariantChecker:
 def _requests_of_proxy(disk: Path) -> float:
     """Return how many requests Envoy has. Raise OSError or HTTPException."""
     # One that was killed leaves its folder behind.
-    newest = max(disk.glob("tailrace-edge-*"), key=lambda folder: folder.stat().st_mtime)
+    newest = max(disk.glob("tailrace-edge.*"), key=lambda folder: folder.stat().st_mtime)
     connection = http.client.HTTPConnection("envoy", timeout=_CALL_S)
     with socket.socket(socket.AF_UNIX) as connection.sock:
         connection.sock.settimeout(_CALL_S)

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import cast
@@ -203,34 +203,48 @@ async def run_streams(url: str, requests: Sequence[bytes], timeout_s: float = 30
 
 async def run_steadily(
     url: str,
-    requests: Iterator[bytes],
+    request: Callable[[float], bytes],
     streams: int,
-    spread_s: float,
     measured_s: float,
     on_steady: Callable[[], None],
     on_end: Callable[[], None],
 ) -> tuple[list[StreamResult], float]:
-    """Keep `streams` streams running, each followed by the next request; return all results, and when the
-    measured time began, in seconds of time.perf_counter.
+    """Keep `streams` streams running, each followed by another; return all results without their bodies, and
+    when the measured time began, in seconds of time.perf_counter.
 
-    The first ones begin spread over `spread_s`; as long again is left for a steady state. `on_steady` and
-    `on_end` are called when the `measured_s` begin and end; what runs then runs to its end.
+    `request(share)` makes the next request, of this share of a stream's length: the first ones have from
+    nearly nothing to all of it, so that later ones begin evenly. `on_steady`, when all the first have ended,
+    and `on_end`, `measured_s` later, are called; what runs then runs to its end. A stream that fails is
+    followed by none.
     """
     results: list[StreamResult] = []
-    steady = time.perf_counter() + 2 * spread_s
+    first_ended = [asyncio.Event() for _ in range(streams)]
+    stop = asyncio.Event()
 
     async def follow(number: int) -> None:
-        await asyncio.sleep(spread_s * number / streams)
-        while time.perf_counter() < steady + measured_s:
-            results.append(await run_stream(url, next(requests)))
+        share = (number + 1) / streams
+        while not stop.is_set():
+            result = await run_stream(url, request(share))
+            result.body = b""
+            results.append(result)
+            first_ended[number].set()
+            if result.error:
+                return
+            share = 1.0
 
-    async def call() -> None:
-        for at, callback in ((steady, on_steady), (steady + measured_s, on_end)):
-            await asyncio.sleep(at - time.perf_counter())
-            callback()
+    async def measure() -> float:
+        for each in first_ended:
+            await each.wait()
+        began = time.perf_counter()
+        on_steady()
+        await asyncio.sleep(measured_s)
+        on_end()
+        stop.set()
+        return began
 
-    await asyncio.gather(call(), *(follow(number) for number in range(streams)))
-    return results, steady
+    began, *_ = await asyncio.gather(measure(), *(follow(number) for number in range(streams)))
+    assert began is not None
+    return results, began
 
 
 def percentile(values: Sequence[float], share: float) -> float:
