@@ -32,6 +32,7 @@ from tailrace.service.openai_error import error_body
 from tailrace.tenancy.body import (
     LARGE_BODY_BYTES,
     LimitRefusal,
+    is_form,
     judge,
     max_text_bytes_of,
     too_many_sequences,
@@ -144,13 +145,13 @@ class Answers:
     ) -> web.Response:
         """Return the answer that names the cluster. Raise LimitRefusal."""
         body = await request.read()
-        is_form = _is_form(request)
+        from_form = is_form(request.content_type)
         try:
             asked = await _apart(body, lambda: _asked(body))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             # A form has its model in a field of its own; with one model there is nothing to choose.
             asked = Asked(model=request.query.get("model"))
-            if not is_form and self._directory().find(None) is None:
+            if not from_form and self._directory().find(None) is None:
                 self._requests.labels("refused").inc()
                 return _error(HTTPStatus.BAD_REQUEST, "BadRequestError", f"The body: {shown(str(error))}")
         asked.model = asked.model or request.query.get("model")
@@ -158,7 +159,7 @@ class Answers:
         served = directory.find(asked.model)
         tenant = None if holder is None else holder.tenant
         # The field of a form, and the answer that a request without a body resumes, only the front end knows.
-        names_model = asked.model or (body and not is_form)
+        names_model = asked.model or (body and not from_form)
         if served is not None and tenant is not None and names_model and not _may_use(tenant, served.name):
             self._requests.labels("refused").inc()
             message = f"This key may use {', '.join(tenant.models)}, not {shown(served.name)}."
@@ -202,7 +203,7 @@ class Answers:
             )
         _check_ids(request, asked)
         demand = Demand()
-        if body and not _is_form(request):
+        if body and not is_form(request.content_type):
             bounds = self._bounds
             most = self._max_text_bytes(served.rust), bounds.max_messages, bounds.max_sequences
             demand = await _apart(body, lambda: judge(body, *most))
@@ -341,12 +342,6 @@ def _may_use(tenant: Tenant, name: str) -> bool:
 
 def _asked(body: bytes) -> Asked:
     return msgspec.json.decode(body, type=Asked) if body else Asked()
-
-
-def _is_form(request: web.Request) -> bool:
-    kind = request.content_type
-    # One that ends in +json is JSON, for both API servers.
-    return kind.startswith("multipart/") or kind == "application/x-www-form-urlencoded"
 
 
 def _model(served: Served) -> dict[str, object]:

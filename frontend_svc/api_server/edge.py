@@ -14,7 +14,7 @@ from frontend_svc.api_server.middleware import App, Message, Receive, Send, send
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.api_server.tenants import read_body, replay_body
 from tailrace.request_ids import problem_with
-from tailrace.tenancy.body import LARGE_BODY_BYTES, problem_with_body
+from tailrace.tenancy.body import LARGE_BODY_BYTES, is_form, problem_with_body
 
 # Headers that vLLM passes on as ids.
 _ID_HEADERS: Final = {b"x-request-id": "X-Request-Id", b"x-session-id": "X-Session-ID"}
@@ -64,5 +64,4 @@ def _problem_with_ids(scope: Message) -> str:
 def may_be_json(headers: dict[bytes, bytes]) -> bool:
     """Return whether the app could parse the body as JSON: not if it is a form, which has files in it."""
     kind = headers.get(b"content-type", b"").lower().partition(b";")[0].strip()
-    # One that ends in +json is JSON, for FastAPI.
-    return not (kind.startswith(b"multipart/") or kind == b"application/x-www-form-urlencoded")
+    return not is_form(kind.decode("latin-1"))

@@ -69,6 +69,13 @@ def refusal_of(exceeded: LimitExceeded) -> LimitRefusal:
     return LimitRefusal(status, f"Limit exceeded: {exceeded.reason}.", exceeded.retry_after_s)
 
 
+def is_form(kind: str) -> bool:
+    """Return whether a body of this content type (lower case, without parameters) is a form, which may have
+    files in it."""
+    # One that ends in +json is JSON, for both API servers.
+    return kind.startswith("multipart/") or kind == "application/x-www-form-urlencoded"
+
+
 def max_text_bytes_of(context_tokens: int) -> int:
     """Return how many bytes of text a request to a model with this context may have without a setting."""
     return max(DEFAULT_MAX_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * context_tokens)

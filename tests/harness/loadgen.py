@@ -232,7 +232,9 @@ async def run_steadily(
                 return
             share = 1.0
 
-    async def measure() -> float:
+    async with asyncio.TaskGroup() as group:
+        for number in range(streams):
+            group.create_task(follow(number))
         for each in first_ended:
             await each.wait()
         began = time.perf_counter()
@@ -240,10 +242,6 @@ async def run_steadily(
         await asyncio.sleep(measured_s)
         on_end()
         stop.set()
-        return began
-
-    began, *_ = await asyncio.gather(measure(), *(follow(number) for number in range(streams)))
-    assert began is not None
     return results, began
 
 
