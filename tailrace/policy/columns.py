@@ -29,14 +29,21 @@ def has_many(view: ClusterView) -> bool:
 
 
 class SeenInstances:
-    """The instances of the previous decision, in instance-id order."""
+    """The instances of the previous decision, in instance-id order.
+
+    By name, and their views only if nothing else tells what has changed: a view keeps all requests of its
+    instance alive. Those of a thousand instances, kept from one tick to the next, would be scanned by the
+    garbage collector, and freed all at once, while placements wait.
+    """
 
     def __init__(self) -> None:
-        self.views: list[InstanceView] = []
-        # Positions in `views` by instance id.
+        self.names: list[str] = []
+        # Positions in `names` by instance id.
         self.at: dict[str, int] = {}
         self._changes: ViewChanges | None = None
         self._version = 0
+        # Empty if the changes are known.
+        self._views: list[InstanceView] = []
 
     def changed(self, view: ClusterView) -> list[int] | None:
         """Return the positions of instances that differ from those of the previous decision.
@@ -45,13 +52,12 @@ class SeenInstances:
         """
         if view.changes is not None and view.changes is self._changes:
             names = view.changes.between(self._version, view.version)
-            if names is not None:
-                return sorted(map(self.at.__getitem__, names))
+            return list(range(len(self.names))) if names is None else sorted(map(self.at.__getitem__, names))
         views = list(view.instances.values())
-        if len(self.views) == len(views):
+        if len(self._views) == len(self.names) == len(views):
             # An instance's view is immutable, and compared by identity.
-            changed = list(compress(range(len(views)), map(is_not, self.views, views)))
-            if all(self.views[n].instance_id == views[n].instance_id for n in changed):
+            changed = list(compress(range(len(views)), map(is_not, self._views, views)))
+            if all(self.names[n] == views[n].instance_id for n in changed):
                 return changed
         self.forget()
         return None
@@ -60,16 +66,14 @@ class SeenInstances:
         """Remember these instances, once those that changed have been read. `changed`: as returned for this
         view."""
         if changed is None:
-            self.views = list(view.instances.values())
-            self.at = {name: n for n, name in enumerate(view.instances)}
-        else:
-            for n in changed:
-                self.views[n] = view.instances[self.views[n].instance_id]
+            self.names = list(view.instances)
+            self.at = {name: n for n, name in enumerate(self.names)}
+        self._views = [] if view.changes is not None else list(view.instances.values())
         self._changes, self._version = view.changes, view.version
 
     def forget(self) -> None:
         """Forget all instances."""
-        self.views, self.at, self._changes = [], {}, None
+        self.names, self.at, self._changes, self._views = [], {}, None, []
 
 
 class Columns:
@@ -90,7 +94,7 @@ class Columns:
             self._values = np.ascontiguousarray(rows.reshape(len(view.instances), len(self._values)).T)
         else:
             for n in changed:
-                self._values[:, n] = read(view.instances[self.seen.views[n].instance_id])
+                self._values[:, n] = read(view.instances[self.seen.names[n]])
         self.seen.replace(view, changed)
         return self._values
 

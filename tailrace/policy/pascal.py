@@ -132,9 +132,9 @@ class Pascal(Policy):
             eligible = usable  # lines 4-6
         footprint = loads.footprint
         if self.cache_aware:
-            footprint = self._less_cached(footprint, seen, arrival)
-        chosen = seen.views[smallest(footprint, eligible)]  # line 7
-        return self.pull(view, arrival, Place(chosen.instance_id))
+            footprint = self._less_cached(view, footprint, seen, arrival)
+        chosen = seen.names[smallest(footprint, eligible)]  # line 7
+        return self.pull(view, arrival, Place(chosen))
 
     def on_reasoning_ended(self, view: ClusterView, request: RequestView, now: float) -> Sequence[Action]:
         """Migrate to Algorithm 2's selection unless that is the current instance or memory rules it out."""
@@ -168,7 +168,7 @@ class Pascal(Policy):
         tied = eligible & (reasoning == np.where(eligible, reasoning, np.inf).min())
         if tied[here]:
             return source
-        return seen.views[smallest(loads.footprint, tied)]  # line 10
+        return view.instances[seen.names[smallest(loads.footprint, tied)]]  # line 10
 
     def stays(self, source: InstanceView, target: InstanceView, request: RequestView) -> bool:
         """Return whether memory rules the migration out (section IV-B, figure 7).
@@ -209,12 +209,14 @@ class Pascal(Policy):
             least_slack=load.least_pacer_slack_tokens,
         )
 
-    def _less_cached(self, footprint: Floats, seen: SeenInstances, arrival: Arrival) -> Floats:
+    def _less_cached(
+        self, view: ClusterView, footprint: Floats, seen: SeenInstances, arrival: Arrival
+    ) -> Floats:
         """Return the footprints without the tokens of the arrival that each instance has cached."""
         less = footprint.copy()
         for name in arrival.cached:
             if (position := seen.at.get(name)) is not None:
-                less[position] -= held_tokens_on(arrival, seen.views[position], self.nominal)
+                less[position] -= held_tokens_on(arrival, view.instances[name], self.nominal)
         return less
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.cluster import Arrival, ClusterView, InstanceView, ViewChanges
+from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, ViewChanges
 from tailrace.policy.columns import Columns, SeenInstances, smallest
 from tailrace.policy.pascal import Pascal
 from tests.policy.clusters import clusters
@@ -38,7 +39,7 @@ def test_columns_equal_what_a_new_reader_reads(views: list[dict[str, int]]) -> N
         expected = Columns(read, 2).update(ClusterView(before))
         assert columns.update(ClusterView(before)).shape == (2, len(before))
         assert np.array_equal(columns.update(ClusterView(before)), expected)
-        assert [view.instance_id for view in columns.seen.views] == list(columns.seen.at) == list(before)
+        assert columns.seen.names == list(columns.seen.at) == list(before)
 
 
 def test_only_changed_instances_are_read_again() -> None:
@@ -98,7 +99,7 @@ def test_recorded_changes_replace_a_comparison(renewals: list[list[str]], skippe
         # Any number of views may lie between two decisions.
         if not skip:
             assert np.array_equal(columns.update(view), Columns(read, 2).update(ClusterView(views)))
-            assert columns.seen.views == list(views.values())
+            assert columns.seen.names == list(views)
 
 
 def test_changes_that_are_not_remembered_are_compared() -> None:
@@ -111,6 +112,23 @@ def test_changes_that_are_not_remembered_are_compared() -> None:
     assert changes.between(first.version, later.version) is None
     assert columns.update(later).tolist() == [[7.0], [0.0]]
     assert changes.between(later.version, later.version) == set()
+
+
+def test_the_views_of_an_earlier_decision_are_not_kept() -> None:
+    class Requests(list[RequestView]):
+        """A list to which there can be a weak reference."""
+
+    changes, columns = ViewChanges(), Columns(read, 2)
+    requests = Requests()
+    kept = weakref.ref(requests)
+    columns.update(cluster_of(changes, InstanceView("a", requests=requests)))
+    del requests
+    assert kept() is None
+
+
+def cluster_of(changes: ViewChanges, *instances: InstanceView) -> ClusterView:
+    """Return a view whose changes are known."""
+    return replace(cluster(*instances), changes=changes, version=changes.version)
 
 
 def test_the_first_of_equals_is_the_smallest() -> None:

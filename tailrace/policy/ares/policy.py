@@ -94,7 +94,7 @@ class LeastKvLoad:
         source = columns.seen.at.get(request.instance_id)
         if source is not None:
             fits[source] = False
-        return columns.seen.views[smallest(load, fits)] if fits.any() else None
+        return view.instances[columns.seen.names[smallest(load, fits)]] if fits.any() else None
 
 
 def _read(instance: InstanceView) -> tuple[float, ...]:

@@ -124,7 +124,12 @@ class PrefillTargets:
             groups[[seen.at[name] for name in excluded if name in seen.at]] = _NONE
         prefill = np.flatnonzero((groups == 0.0) | (groups == 1.0))
         flipping = np.flatnonzero(groups == 2.0)
-        return _least(values, prefill, seen.views), _least(values, flipping, seen.views)
+
+        def least(among: NDArray[np.intp]) -> LeastDelay:
+            delay_s, first = _least(values, among)
+            return delay_s, None if first is None else view.instances[seen.names[first]]
+
+        return least(prefill), least(flipping)
 
     def _read(self, instance: InstanceView) -> tuple[float, float, float]:
         return _group(instance, _PREFILL_GROUPS), self._loads.prefill_delay_s(instance), instance.load
@@ -155,7 +160,7 @@ class DecodeTargets:
 
         def first(group: int) -> InstanceView | None:
             among: Mask = eligible & (groups == group)
-            return columns.seen.views[smallest(tokens, among)] if among.any() else None
+            return view.instances[columns.seen.names[smallest(tokens, among)]] if among.any() else None
 
         return first(0), first(1)
 
@@ -175,7 +180,8 @@ def _group(instance: InstanceView, groups: Sequence[Pool | None]) -> float:
     return float(groups.index(instance.pool))
 
 
-def _least(values: Floats, among: NDArray[np.intp], views: Sequence[InstanceView]) -> LeastDelay:
+def _least(values: Floats, among: NDArray[np.intp]) -> tuple[float, int | None]:
+    """Return the least delay in seconds and the position of its instance; None: there is none."""
     if not len(among):
         return math.inf, None
     groups, delays, loads = values
@@ -183,4 +189,4 @@ def _least(values: Floats, among: NDArray[np.intp], views: Sequence[InstanceView
         of_these = column[among]
         among = among[of_these == of_these.min()]
     first = int(among[0])
-    return float(delays[first]), views[first]
+    return float(delays[first]), first

@@ -74,7 +74,7 @@ class _Ranks:
             among = ranks[members]
             # A stage may name its instances in any order.
             first = int(members[among == among.min()].min())
-        return seen.views[first] if ranks[first] < math.inf else None
+        return view.instances[seen.names[first]] if ranks[first] < math.inf else None
 
 
 def _rank(instance: InstanceView) -> tuple[float]:

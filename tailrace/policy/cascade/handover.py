@@ -52,7 +52,7 @@ def by_bids(
     """Offer the request to the receivers with the least demand; room is reserved on the first of them."""
     asked = room.least_demand(receivers, RECEIVERS_MAX).tolist()
     room.reserve(request, asked[0])
-    names = tuple([room.instances[n].instance_id for n in asked])
+    names = tuple([room.names[n] for n in asked])
     return Offer(request.request_id, request.instance_id, names, reason, most_tokens)
 
 
@@ -65,7 +65,7 @@ def round_robin(
     """
     target = int(receivers[crc32(request.request_id.encode()) % len(receivers)])
     room.reserve(request, target)
-    return Migrate(request.request_id, request.instance_id, room.instances[target].instance_id, reason)
+    return Migrate(request.request_id, request.instance_id, room.names[target], reason)
 
 
 class Handovers:
@@ -141,7 +141,7 @@ class Handovers:
         )
         receivers = _Receivers(peers, room, limit)
         for less_demand, position in outliers:
-            sender = room.instances[position]
+            sender = room.instance(position)
             # Requests that are already migrating away count as gone.
             requests = table_of(sender.requests)
             contexts, ids = requests.context_tokens, requests.ids

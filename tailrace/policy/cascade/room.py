@@ -37,7 +37,7 @@ class RoomOfInstances:
     def of(self, view: ClusterView, transfers: int | None) -> Room:
         """Return the room for one decision. `transfers`: see `Room`."""
         kept = self._kept.of(view)
-        return Room(kept.columns.update(view), kept.columns.seen.views, kept, transfers)
+        return Room(kept.columns.update(view), view, kept, transfers)
 
 
 class _Kept:
@@ -50,12 +50,11 @@ class Room:
     """What the instances of a view have room for during one decision, which calls `reserve` for each
     handover."""
 
-    def __init__(
-        self, columns: Floats, instances: Sequence[InstanceView], kept: _Kept, transfers: int | None
-    ) -> None:
+    def __init__(self, columns: Floats, view: ClusterView, kept: _Kept, transfers: int | None) -> None:
         """`transfers`: maximum number of open migrations per instance and direction; None: no limit."""
         active, free, demand, self._block, self._longest, arriving, leaving = columns
-        self.instances = instances
+        self.names: Sequence[str] = kept.columns.seen.names
+        self._instances = view.instances
         # Demand without what is reserved.
         self.demand: Floats = demand
         self._kept = kept
@@ -75,6 +74,10 @@ class Room:
     def handovers(self) -> int:
         """Return the number of handovers that are open or reserved."""
         return self._open + len(self._moved)
+
+    def instance(self, position: int) -> InstanceView:
+        """Return the instance at a position."""
+        return self._instances[self.names[position]]
 
     def active(self, stage: Stage | None) -> Positions:
         """Return the active instances of a stage in its order; without a stage, all active ones."""
@@ -131,7 +134,7 @@ class Room:
 
     def reserve(self, request: RequestView, target: int) -> None:
         """Reserve room for a handover."""
-        needed = needed_tokens(request, self.instances[target])
+        needed = needed_tokens(request, self.instance(target))
         self._free[target] -= needed
         self._reserved[target] += needed
         self._arriving[target] += 1.0

@@ -154,6 +154,7 @@ class Offers:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self._seen = SeenInstances()
+        self._instances: list[InstanceView] = []
         # [fields, instances].
         self._offers: Floats = np.empty((len(Offer._fields), 0))
         self._steps: Floats = np.empty((len(_COEFFICIENTS), 0))
@@ -166,7 +167,7 @@ class Offers:
     @property
     def instances(self) -> Sequence[InstanceView]:
         """Return the instances; valid until the next call of `update`."""
-        return self._seen.views
+        return self._instances
 
     @property
     def at(self) -> Mapping[str, int]:
@@ -185,7 +186,8 @@ class Offers:
         """Use the instances of this view, and compute the offers of those that changed again."""
         changed = self._seen.changed(view)
         self._seen.replace(view, changed)
-        views, steps_of = self._seen.views, self.costs.steps_of
+        views = self._instances = list(view.instances.values())
+        steps_of = self.costs.steps_of
         if changed is None or any(steps_of(views[n]) is not self._models[n] for n in changed):
             changed, self._models = list(range(len(views))), list(map(steps_of, views))
             self._shortest_s = min((steps.decode_base_s for steps in self._models), default=math.inf)
@@ -220,11 +222,11 @@ class Offers:
         """Return the cached tokens of an arrival on each instance, as equivalent tokens on its device."""
         if not cached:
             return 0.0
-        tokens = np.zeros(len(self._seen.views))
+        tokens = np.zeros(len(self._instances))
         for name, held in cached.items():
             position = self._seen.at.get(name)
             if position is not None:
-                tokens[position] = self.costs.usable_tokens(self._seen.views[position], held)
+                tokens[position] = self.costs.usable_tokens(self._instances[position], held)
         return tokens
 
     def arrival_s(self, arrival: Arrival, usable_tokens: Floats | float, now: float) -> Floats:
