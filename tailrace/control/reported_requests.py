@@ -244,10 +244,13 @@ class ReportedRows:
 
     def any_decoding(self, without: Collection[str]) -> bool:
         """Return whether any of the requests is past prefill and not paused, except those in `without`."""
-        states = full(self._columns.states, len(self.ids), types_pb2.REQUEST_STATE_UNSPECIFIED)
+        # In most reports the first one is, so no column is copied.
+        states = self._columns.states
         return any(
-            phase in (_REASONING, _ANSWERING) and state != _PAUSED and name not in without
-            for name, phase, state in zip(self.ids, self._phases, states, strict=True)
+            phase in (_REASONING, _ANSWERING)
+            and name not in without
+            and value_of(states, row, types_pb2.REQUEST_STATE_UNSPECIFIED) != _PAUSED
+            for row, (name, phase) in enumerate(zip(self.ids, self._phases, strict=True))
         )
 
     def prompts(self) -> Mapping[str, Prompt]:

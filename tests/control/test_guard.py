@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,15 +23,16 @@ from tailrace.actions import (
     SetPool,
     SetStages,
 )
-from tailrace.cluster import Pool, Stage
+from tailrace.cluster import Pool, RequestView, Stage
 from tailrace.control.active_policy import ActivePolicy
-from tailrace.control.answers import ACTIONS_MAX, BadAnswer
+from tailrace.control.answers import ACTIONS_MAX, BadAnswer, checked_actions
 from tailrace.control.guard import Budgets, PlainCalls, PolicyFailed, PolicyGuard
 from tailrace.control.runner import Asked, DecisionPoint, Moment, PlaceQuestion, PolicyRunner, Question, ask
 from tailrace.control.shadow import Shadow, Verdict
 from tailrace.policy.base import Policy
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.registry import Declared, UnusablePolicyError, declared
+from tailrace.policy.requests import RequestTable
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tests.control.test_runner import ARRIVAL, Active, CallLog, Model
@@ -290,6 +292,22 @@ def test_actions_belong_to_the_policy_that_was_asked() -> None:
     runner = PolicyRunner(Model(), active, Executor(), Suspending())
     runner.request_changed(DecisionPoint.REASONING_ENDED, REQUEST, Moment(0.0, 0.0))
     assert submitted == [asked]
+
+
+def test_the_requests_of_actions_are_checked_without_their_views() -> None:
+    """A tick that moves requests of many instances would make the views of all their requests."""
+
+    class Reported(RequestTable):
+        ids = ("r",)
+
+        def make_views(self) -> tuple[RequestView, ...]:
+            raise AssertionError
+
+    view = cluster(replace(instance("a"), requests=Reported()), instance("b"))
+    moves = (Migrate("r", "a", "b", "x"),)
+    assert checked_actions(view, None, moves) == moves
+    with pytest.raises(BadAnswer, match="'gone' is not a request on a"):
+        checked_actions(view, None, (Migrate("gone", "a", "b", "x"),))
 
 
 def test_endless_actions_are_cut_off() -> None:

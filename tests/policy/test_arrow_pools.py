@@ -360,11 +360,13 @@ def test_literally_busy_decode_instances_get_every_idle_one(view: ClusterView) -
     decoders = pools.decode + pools.prefill_to_decode
     literal = Arrow(busy=DECODING)
     move = literal._monitored_flip(pools)
-    if not decoders or mean_token_interval_s(pools.decode) > literal.tpot_slo_s:
+    # Of P->D instances only if no other one runs anything.
+    interval_s = mean_token_interval_s(pools.decode) or mean_token_interval_s(pools.prefill_to_decode)
+    if not decoders or interval_s > literal.tpot_slo_s:
         assert move == ARROW._monitored_flip(pools)
     elif not any(map(has_decodes_left, decoders)):
         assert move is None
-    elif mean_token_interval_s(pools.prefill_to_decode) <= literal.tpot_slo_s:
+    else:
         assert move == try_move_idle_to_decode(pools)
 
 

@@ -71,6 +71,8 @@ class Pools:
     def after(self, *moves: SetPool) -> Pools:
         """Return these pools after moves, made in this order. Raise KeyError for an instance that is not
         among them."""
+        if not moves:
+            return self
         to = {move.instance_id: move.pool for move in moves}
         moved = [i for i in self.members() if i.instance_id in to]
         if missing := to.keys() - {i.instance_id for i in moved}:
