@@ -15,7 +15,7 @@ from tailrace.lengths import LengthStatistics
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import QoeModel, features
 from tailrace.policy.cascade.layout import tiles
-from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, heuristic, no_pipeline
+from tailrace.policy.cascade.planner import Costs, Plan, least_sums, chain, exact, heuristic, no_pipeline
 from tailrace.policy.cascade.planning import Engines, stage_work
 from tailrace.policy.cascade.workload import Slowdown, Traffic, Workload, bucket_edges, bucket_of, with_cuts
 from tailrace.profiles import load_profile
@@ -92,6 +92,26 @@ def assert_complete(plan: Plan, instances: int) -> None:
     stages = plan.stages(names)
     assert tiles(stages, 6_001)
     assert [name for stage in stages for name in stage.instance_ids] == names
+
+
+@quick
+@given(seed=st.integers(0, 2**32), starts=st.integers(1, 4), most=st.sampled_from([16, 48]))
+def testleast_sums_are_those_of_all_ways_to_divide_the_instances(seed: int, starts: int, most: int) -> None:
+    rng = np.random.default_rng(seed)
+    # As f(e, l'): infinite for few instances, then decreasing, not necessarily convex.
+    reach = np.sort(rng.choice([0.0, 1.0, 1e-3], (starts, most + 1)) * rng.random((starts, most + 1)))[
+        :, ::-1
+    ]
+    reach[np.arange(most + 1) < rng.integers(0, most, (starts, 1))] = np.inf
+    counts = np.arange(-most, most + 1)
+    fixed, shared, least = rng.choice([0.0, 1.0, 30.0], (3, starts, 1)) * [[[0.1]], [[1.0]], [[1.0]]]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        stages = np.where(counts < np.maximum(1, least), np.inf, fixed + shared / counts)
+    wanted = [
+        min(reach[start, j] + stages[start, most + e - j] for start in range(starts) for j in range(most + 1))
+        for e in range(most + 1)
+    ]
+    assert least_sums(reach, stages) == pytest.approx(wanted, rel=1e-12)
 
 
 @quick

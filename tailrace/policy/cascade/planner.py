@@ -24,8 +24,9 @@ from tailrace.cluster import Stage
 from tailrace.perf.qoe_model import Floats, QoeModel
 from tailrace.policy.cascade.workload import Slowdown, Workload
 
-# Working set of one step of the dynamic program, in numbers of 8 bytes; sized to stay in the CPU cache.
-_CACHED: Final = 1 << 16
+# For one of so many numbers of instances the exact planner compares all ways to divide them; about the square
+# root of a thousand, for which it takes the least time.
+_ROWS: Final = 16
 _NO_SLOWDOWN: Final = Slowdown()
 
 
@@ -136,7 +137,7 @@ class Planner(Protocol):
 
 
 def exact(costs: Costs, instances: int) -> Plan:
-    """Return the optimal plan over all numbers of stages, cuts and instances per stage; O(E^2 B^2) in numpy.
+    """Return the optimal plan over all numbers of stages, cuts and instances per stage.
 
     Plans that overload an instance are excluded unless all do. Of plans with equal cost, one with a longer
     last stage is returned. Raise ValueError without instances.
@@ -144,23 +145,16 @@ def exact(costs: Costs, instances: int) -> Plan:
     if instances < 1:
         raise ValueError("a pipeline needs an instance")
     ends = costs.buckets + 1
-    stages = costs.stages(instances)
-    # reach[l', E + e] = f(e, l') + c(l'), infinite for e < 0.
-    reach = np.full((ends, 2 * instances + 1), np.inf)
-    reach[0, instances] = 0.0
-    # before[l', e, j] = reach of e - k instances with k = E - j, as a sliding window without a copy.
-    before = np.lib.stride_tricks.sliding_window_view(reach, instances, axis=1)[:, :-1]
-    # Process as many starts at once as fit the CPU cache.
-    batch = max(1, min(costs.buckets, _CACHED // (instances * (instances + 1))))
-    sums = np.empty((batch, instances + 1, instances))
+    most = -(-instances // _ROWS) * _ROWS
+    # stages[l', l, most + k] = the cost of a stage from l' to l with k instances, infinite for k < 1.
+    stages = np.full((ends, ends, 2 * most + 1), np.inf)
+    stages[:, :, most + 1 :] = costs.stages(most)[:, :, ::-1]
+    # reach[l', e] = f(e, l') + c(l')
+    reach = np.full((ends, most + 1), np.inf)
+    reach[0, 0] = 0.0
     for end in range(1, ends - 1):
-        least = np.full(instances + 1, np.inf)
-        for start in range(0, end, batch):
-            chunk = slice(start, min(start + batch, end))
-            totals = np.add(before[chunk], stages[chunk, end, None, :], out=sums[: chunk.stop - start])
-            np.minimum(least, totals.min(axis=(0, 2)), out=least)
-        reach[end, instances:] = least + costs.cut[end]
-    plan = _trace(costs, before, stages)
+        reach[end] = least_sums(reach[:end], stages[:end, end]) + costs.cut[end]
+    plan = _trace(costs, instances, reach, stages)
     if plan is None:
         unlimited = copy.copy(costs)
         unlimited.most_work = math.inf
@@ -168,19 +162,47 @@ def exact(costs: Costs, instances: int) -> Plan:
     return plan
 
 
-def _trace(costs: Costs, before: Floats, stages: Floats) -> Plan | None:
+def least_sums(reach: Floats, stages: Floats) -> Floats:
+    """Return for each number e of instances the minimum of reach[l', j] + stages[l', e - j] over l' and j.
+
+    The cost of a stage is convex in its number of instances. So with more instances, those before the stage
+    with the least sum are not fewer, and only for every `_ROWS`-th e must all j be compared. This takes a
+    fifth of the time with a thousand instances, in which no placement is decided.
+    """
+    most, blocks = reach.shape[1] - 1, reach.shape[1] // _ROWS
+    # sums[l', e / _ROWS, j]
+    of_rows = np.lib.stride_tricks.sliding_window_view(stages[:, ::-1], most + 1, axis=1)[:, ::-_ROWS]
+    sums = reach[:, None] + of_rows
+    # Rounding must not let it decrease.
+    at = np.maximum.accumulate(sums.argmin(axis=2), axis=1)
+    least = np.empty(most + 1)
+    least[::_ROWS] = sums.min(axis=(0, 2))
+    # Between two such rows: all j from that of the one to that of the other, for each l' in turn.
+    first = at[:, :-1].ravel()
+    widths = at[:, 1:].ravel() - first + 1
+    begins = np.cumsum(widths) - widths
+    start, block = np.divmod(np.repeat(np.arange(len(widths)), widths), blocks)
+    j = np.arange(len(start)) + np.repeat(first - begins, widths)
+    between = np.arange(1, _ROWS)[:, None]
+    sums = reach[start, j] + stages[start, most + _ROWS * block - j + between]
+    found = np.minimum.reduceat(sums, begins, axis=1).reshape(_ROWS - 1, len(reach), blocks).min(axis=1)
+    least[:-1].reshape(blocks, _ROWS)[:, 1:] = found.T
+    return least
+
+
+def _trace(costs: Costs, instances: int, reach: Floats, stages: Floats) -> Plan | None:
     """Reconstruct the plan by walking back from f(E, L); return None if no plan has a finite cost."""
-    instances = stages.shape[2]
     end, left = costs.buckets, instances
     cuts: list[int] = [end]
     counts: list[int] = []
     while end > 0:
-        totals = before[:end, left] + stages[:end, end]
-        start, column = np.unravel_index(int(np.argmin(totals)), totals.shape)
-        if math.isinf(totals[start, column]):
+        # By the number of instances before the stage.
+        totals = reach[:end] + stages[:end, end, left : left + reach.shape[1]][:, ::-1]
+        start, before = np.unravel_index(int(np.argmin(totals)), totals.shape)
+        if math.isinf(totals[start, before]):
             return None
-        counts.append(instances - int(column))
-        left -= counts[-1]
+        counts.append(left - int(before))
+        left = int(before)
         end = int(start)
         cuts.append(end)
     return costs.plan(cuts[::-1], counts[::-1])
