@@ -270,7 +270,7 @@ def cases() -> list[Case]:
         Case("length boundary: cascade", length_boundary(load("cascade"))),
         Case("tick: arrow", pooled_tick(load("arrow"))),
         Case("plan: cascade, heuristic", planning(heuristic)),
-        Case("plan: cascade, exact", planning(exact), SIZES[:3]),
+        Case("plan: cascade, exact", planning(exact)),
         Case("tick: cascade, replanning", planned_tick(Cascade()), SIZES[:3]),
         Case("tick: tailrace", tick(load("tailrace"))),
     ]

@@ -15,7 +15,7 @@ from tailrace.lengths import LengthStatistics
 from tailrace.perf.length_penalty import load_length_penalty
 from tailrace.perf.qoe_model import QoeModel, features
 from tailrace.policy.cascade.layout import tiles
-from tailrace.policy.cascade.planner import Costs, Plan, least_sums, chain, exact, heuristic, no_pipeline
+from tailrace.policy.cascade.planner import Costs, Plan, chain, exact, heuristic, least_sums, no_pipeline
 from tailrace.policy.cascade.planning import Engines, stage_work
 from tailrace.policy.cascade.workload import Slowdown, Traffic, Workload, bucket_edges, bucket_of, with_cuts
 from tailrace.profiles import load_profile

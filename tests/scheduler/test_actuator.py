@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -245,6 +246,26 @@ async def test_pool_moves_that_cannot_be_written_do_not_keep_other_actions_waiti
     unavailable.set()
     await scheduler.finish_actions()
     assert Pool.DECODE not in scheduler.pools, "none of the orders counts any more"
+
+
+async def test_between_the_actions_of_a_tick_the_loop_runs(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    async def return_prompts(workers: WorkerCalls, instance_id: str, request_ids: tuple[str, ...]) -> int:
+        begun.append(request_ids[0])
+        return 1
+
+    monkeypatch.setattr(WorkerCalls, "return_prompts", return_prompts)
+    names = [f"r{n}" for n in range(20)]
+    scheduler.actuator.submit([ReturnPrompts("a", (name,)) for name in names], "test")
+    rounds = [0]
+    while scheduler.actuator._tasks:
+        await asyncio.sleep(0)
+        rounds.append(len(begun))
+    assert all(later - earlier <= 1 for earlier, later in itertools.pairwise(rounds))
+    assert begun == names
 
 
 async def test_instances_are_asked_to_hand_prompts_back(
