@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -186,7 +187,9 @@ class _Sample:
         return sample
 
     def rows(self) -> Rows:
-        return Rows(np.array(self._rows, dtype=np.int64).reshape(-1, self._columns), self._weight)
+        # A third of the time that numpy takes for a list of tuples, on each tick of thousands.
+        numbers = np.fromiter(chain.from_iterable(self._rows), np.int64, len(self._rows) * self._columns)
+        return Rows(numbers.reshape(-1, self._columns), self._weight)
 
 
 def _rows_state(rows: Rows) -> SampleState:
