@@ -21,8 +21,8 @@ _TCP_RTO_MAX_MS: Final = 44
 # Above any usual round-trip time, and short enough that a stream continues within two seconds of a network
 # outage.
 _CLIENT_RETRANSMIT_S: Final = 2.0
-# A client that acknowledges nothing, or takes nothing, for this long is disconnected.
-_CLIENT_GIVE_UP_S: Final = 300.0
+CLIENT_GIVE_UP_S: Final = 300.0
+"""A client that acknowledges nothing, or takes nothing, for this long is disconnected."""
 # The answer of a kernel without the option.
 _UNSUPPORTED: Final = frozenset({errno.ENOPROTOOPT, errno.EOPNOTSUPP})
 
@@ -66,8 +66,8 @@ def bound_clients(sock: socket.socket) -> list[tuple[int, int]]:
     Return the TCP options that were set, number and value, for a server that makes its own socket. Raise
     OSError.
     """
-    options = [(socket.TCP_USER_TIMEOUT, round(_CLIENT_GIVE_UP_S * 1e3))]
-    if bound_retransmission(sock, _CLIENT_RETRANSMIT_S, _CLIENT_GIVE_UP_S):
+    options = [(socket.TCP_USER_TIMEOUT, round(CLIENT_GIVE_UP_S * 1e3))]
+    if bound_retransmission(sock, _CLIENT_RETRANSMIT_S, CLIENT_GIVE_UP_S):
         options.append((_TCP_RTO_MAX_MS, round(_CLIENT_RETRANSMIT_S * 1e3)))
     return options
 
