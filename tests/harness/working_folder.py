@@ -14,6 +14,10 @@ from tests.ports import free_port
 
 UP_S: Final = 120.0
 """Deadline of a command, `tailrace up` included."""
+UNREACHABLE_PROXY: Final = dict.fromkeys(
+    ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:1"
+)
+"""What an environment says of a proxy for the world outside."""
 
 
 class WorkingFolder:
@@ -29,11 +33,12 @@ class WorkingFolder:
         return [sys.executable, "-m", "tailrace", *arguments]
 
     def environment(self) -> dict[str, str]:
-        """Return this environment without what configures Tailrace in it."""
+        """Return this environment without what configures Tailrace in it, and with a proxy for the world
+        outside, which does not answer."""
         ours = ("TAILRACE_", "OTEL_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         # The examples are not installed with the packages.
-        return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        return kept | UNREACHABLE_PROXY | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def tailrace(self, *arguments: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         """Run `tailrace` to its end."""
