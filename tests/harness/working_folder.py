@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -33,23 +34,28 @@ class WorkingFolder:
         return [sys.executable, "-m", "tailrace", *arguments]
 
     def environment(self) -> dict[str, str]:
-        """Return this environment without what configures Tailrace in it, and with a proxy for the world
-        outside, which does not answer."""
+        """Return this environment without what configures Tailrace in it."""
         ours = ("TAILRACE_", "OTEL_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         # The examples are not installed with the packages.
-        return kept | UNREACHABLE_PROXY | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def tailrace(self, *arguments: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
-        """Run `tailrace` to its end."""
-        return self.run(*self.command(*arguments), timeout_s=timeout_s)
+        """Run `tailrace` to its end, in an environment with a proxy that does not answer."""
+        environment = self.environment() | UNREACHABLE_PROXY
+        return self._run(self.command(*arguments), environment, timeout_s)
 
     def run(self, *command: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
+        return self._run(command, self.environment(), timeout_s)
+
+    def _run(
+        self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self.path,
-            env=self.environment(),
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
