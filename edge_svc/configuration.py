@@ -21,6 +21,7 @@ from tailrace.numeric import Duration, WholeRange
 from tailrace.security.roles import Role, server_name
 from tailrace.service.openai_error import error_body
 from tailrace.service.settings import setting
+from tailrace.service.sockets import CLIENT_GIVE_UP_S
 
 CLUSTER: Final = "x-tailrace-cluster"
 """Header of the edge's answers, and of nobody else's requests: Envoy replaces what a client sent."""
@@ -352,6 +353,9 @@ def _listener(
         "request_timeout": _seconds(bounds.body_timeout_s),
         # A stream may wait long for its first token.
         "stream_idle_timeout": "0s",
+        # Of a whole answer, kept for an HTTP/2 client that reads others, not this. One that is not whole yet
+        # is the API server's, which ends it after the same time.
+        "stream_flush_timeout": _seconds(CLIENT_GIVE_UP_S),
         "common_http_protocol_options": {"idle_timeout": "300s", "max_headers_count": _HEADERS_MAX},
         "http2_protocol_options": {
             "max_concurrent_streams": 1_000,

@@ -38,7 +38,7 @@ from tailrace.service.private_folder import private_folder
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.settings import setting, settings_options
-from tailrace.service.sockets import ListenError, bound_clients, listen_problem
+from tailrace.service.sockets import ListenError, bound_clients, listen_problem, unix_path
 from tailrace.service.tasks import supervised
 from tailrace.store.membership import Membership
 from tailrace.store.model_clusters import ADAPTERS, FRONT_ENDS, ModelClusters
@@ -241,7 +241,7 @@ async def serve(
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.UnixSite(runner, str(folder / "edge.sock"), backlog=2 * EDGE_CONNECTIONS).start()
+        await web.UnixSite(runner, unix_path(folder, "edge.sock"), backlog=2 * EDGE_CONNECTIONS).start()
         server = await stack.enter_async_context(serve_grpc(common.listen, [], common.transport))
         await server.set_serving(False)
         own = common.advertised(settings.http)

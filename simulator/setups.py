@@ -25,6 +25,7 @@ from tailrace.intra.base import IntraPolicy
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.registry import intra_parameters, make_intra
 from tailrace.perf.horizon import FutureLoad
+from tailrace.plugins import describe_error
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.policy.deployment import Deployment
@@ -250,11 +251,16 @@ def _policy_class(name: str) -> type[Policy]:
                 raise UnknownSetupError(registry.former(name, FORMER[name])) from error
             raise UnknownSetupError(f"{error}; or your own as module:Class") from error
     try:
-        kind: object = getattr(import_module(module), attribute)
+        kind: object = getattr(import_module(module), attribute, None)
     except ImportError as error:
         raise UnknownSetupError(f"policy {name!r}: {error}") from error
-    except AttributeError as error:
-        raise UnknownSetupError(f"policy {name!r}: {module} has no {attribute}") from error
+    except KeyboardInterrupt:
+        raise
+    # The user's module may fail in any way, even by sys.exit().
+    except BaseException as error:
+        raise UnknownSetupError(f"policy {name!r} cannot be loaded: {describe_error(error)}") from error
+    if kind is None:
+        raise UnknownSetupError(f"policy {name!r}: {module} has no {attribute}")
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise UnknownSetupError(f"policy {name!r} is not a class derived from tailrace.policy.base.Policy")
     return kind

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 _TEXT_MAX: Final = 300
+# Frames of a traceback among which the plugin's own is looked for; an endless recursion has a thousand.
+_FRAMES_MAX: Final = 20
+_OURS: Final = f"{Path(__file__).parent}/"
+# Code without a file, such as a dataclass's constructor, and what imports.
+_PASSED_OVER: Final = ("<", f"{Path(importlib.__file__).parent}/", __file__)
 
 
 class PluginError(RuntimeError):
@@ -31,20 +39,36 @@ def load_plugin(point: EntryPoint) -> object:
         plugin: object = point.load()
     # A third-party package may fail in any way, even by sys.exit(); the process must survive that.
     except BaseException as error:
-        raise PluginError(f"({point.value}) cannot be loaded: {describe_error(error)}") from error
+        reason = describe_error(error)
+        if isinstance(error, ModuleNotFoundError):
+            reason += "; if installed in place (pip install -e), it is found after a restart of this process"
+        raise PluginError(f"({point.value}) cannot be loaded: {reason}") from error
     return plugin
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what a plugin raised and where, in one line, whatever the exception is."""
+    """Return what a plugin raised and where in it, in one line, whatever the exception is."""
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - its text, too, comes from the plugin
         text = ""
     name = type(error).__name__
     line = " ".join(f"{name}: {text[:_TEXT_MAX]}".split()) if text else name
-    where = traceback.extract_tb(error.__traceback__, limit=-1)
-    return f"{line} ({where[0].filename.rpartition('/')[2]}:{where[0].lineno})" if where else line
+    return line + _where(error.__traceback__)
+
+
+def _where(trace: TracebackType | None) -> str:
+    """Return the last line outside this package, else the last line."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace, limit=-_FRAMES_MAX)
+        if not frame.filename.startswith(_PASSED_OVER)
+    ]
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    last = (own or frames)[-1]
+    return f" ({last.filename.rpartition('/')[2]}:{last.lineno})"
 
 
 def wrong_declaration(kind: type, tuples: Mapping[str, type], words: Iterable[str] = ()) -> str:

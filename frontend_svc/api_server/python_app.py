@@ -25,7 +25,6 @@ from vllm.envs import enable_envs_cache
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.system_utils import set_ulimit
 
 from frontend_svc.admission import AdmissionReader
 from frontend_svc.api_server.adapters import ShareAdapters
@@ -169,7 +168,6 @@ def run(boot_json: str, arguments: list[str]) -> None:
     BoundedProtocol.max_header_fields = args.h11_max_header_count
     if boot.api_keys_path:
         TenantAdmission.tenants = Tenants(KeyFile(Path(boot.api_keys_path)))
-    set_ulimit()
     BoundedProtocol.max_idle = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
     uvloop.run(serve(boot, args))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tailrace.service.sockets import ListenError, bound_clients, listen_reason
+from tailrace.service.sockets import ListenError, bound_clients, listen_reason, unix_path
 
 _OPTION: Final = "--http"
 # Connections of one engine core; more than one only while it reconnects.
@@ -38,14 +38,14 @@ class EngineSockets(AbstractContextManager["EngineSockets"]):
     @classmethod
     def bind(cls, folder: Path) -> Self:
         """Bind both in a private folder. Raise OSError."""
-        paths = (folder / "in", folder / "out")
+        paths = (unix_path(folder, "in"), unix_path(folder, "out"))
         bound: list[socket.socket] = []
         for path in paths:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             bound.append(sock)
-            sock.bind(str(path))
+            sock.bind(path)
             sock.listen(_BACKLOG)
-        return cls(bound[0], bound[1], *paths)
+        return cls(bound[0], bound[1], *map(Path, paths))
 
     @property
     def input_address(self) -> str:

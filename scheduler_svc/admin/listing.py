@@ -75,7 +75,8 @@ def _instance_info(
         token_interval_ms=load.token_interval_ms_mean,
         migrations_in=load.migrations_in,
         migrations_out=load.migrations_out,
-        report_age_s=now_s - tracked.last_report_s,
+        # A report may be later than what the caller takes for now.
+        report_age_s=max(0.0, now_s - tracked.last_report_s),
         generated_tokens=load.generated_tokens,
         preemptions=load.preemptions,
         profile_kind=record.profile_kind,

@@ -26,6 +26,7 @@ from tailrace.control.recording import (
     recorded_placement,
 )
 from tailrace.control.replay import Replay, Replayed, points
+from tailrace.control.runner import DecisionPoint
 from tailrace.control.shadow import Comparison, PolicyAnswer, Shadow, Verdict
 from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
@@ -96,6 +97,8 @@ def replay(file: Path, policy: str | None, assignments: tuple[str, ...], show: i
         note(f"{file}: the recording ends early: {run.ends_early}")
     if not run.decisions:
         note(f"{file}: no decision was recorded")
+    elif not run.decisions[DecisionPoint.PLACE.value]:
+        note(f"{file}: no request was placed while it was recorded, so the policy was not asked to place one")
     if record is None and total:
         raise CliError(f"{total} of {run.decisions.total()} decisions differ")
 

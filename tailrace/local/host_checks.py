@@ -11,8 +11,6 @@ import resource
 import shutil
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from tailrace.local.ports import PortUnavailable, require_free
 from tailrace.local.requirements import INSTALL_VLLM, Missing, require_proxy, ucxx_version, vllm_version
 from tailrace.model_folder import ModelFolderError, require_model, require_tokenizer
 from tailrace.security.credentials import UnusableCredentials, read_credentials
+from tailrace.service.probe import get_directly
 from tailrace.tenancy.file import KeyFileUnusable, read_keys, readers_problem
 
 _FILES: Final = 16_384
@@ -314,7 +313,7 @@ def _get(url: str, certificates: Path | None) -> _Answer:
         credentials = read_credentials(certificates)
         context = (credentials.etcd or credentials).client_context
     begun_s = time.monotonic()
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=context) as reply:
+    with get_directly(url, _TIMEOUT_S, context) as reply:
         body = reply.read(1 << 16)
         date = reply.headers.get("Date")
     seconds = time.monotonic() - begun_s

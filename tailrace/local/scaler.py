@@ -7,7 +7,6 @@ import http.client
 import logging
 import os
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +30,7 @@ from tailrace.scaling import DesiredInstances, Need, Scaling
 from tailrace.security.roles import Identity, Role
 from tailrace.security.transport import PLAIN, TlsTransport
 from tailrace.service.options import log_format_option
+from tailrace.service.probe import get_directly
 from tailrace.service.runtime import Shutdown, run_service
 from tailrace.service.tasks import Backoff, Loop, cancel, run_once, supervised
 from tailrace.telemetry.incidents import guarded
@@ -299,7 +299,7 @@ def desired_instances(state: RunState) -> dict[str, float]:
     for name in sorted(names):
         url = f"{scheme}://{specs[name].option('--metrics')}/metrics"
         try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=context) as reply:
+            with get_directly(url, _TIMEOUT_S, context) as reply:
                 page = reply.read(_PAGE_BYTES)
             told[name] = _read(page.decode())
         except (OSError, ValueError, http.client.HTTPException) as error:

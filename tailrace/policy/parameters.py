@@ -55,7 +55,10 @@ class Parameter:
             raise TypeError(f"parameter {self.name!r}: {self.default!r} is not a bool, int, float or str")
         if self.choices and self.type is not str:
             raise TypeError(f"parameter {self.name!r}: only a str parameter has choices")
-        self.parse(self.default)
+        try:
+            self.parse(self.default)
+        except ValueError as error:
+            raise ValueError(f"default {self.default!r}: {error}") from error
 
     @property
     def type(self) -> type[Value]:

@@ -160,6 +160,11 @@ def policy_class(name: str) -> type[Policy]:
     if point is None:
         if name in FORMER:
             raise UnknownPolicyError(former(name, FORMER[name]))
+        if ":" in name:
+            raise UnknownPolicyError(
+                f"policy {shown(name)}: only simulate and compare take module:Class; elsewhere it needs an "
+                "entry point (docs/adding-a-policy.md, Register it)"
+            )
         installed = names()
         meant = did_you_mean(name, installed)
         raise UnknownPolicyError(f"unknown policy {shown(name)}{meant}; installed: {', '.join(installed)}")

@@ -16,6 +16,9 @@ from tailrace.security.session import TlsSession
 
 ChannelOptions = Sequence[tuple[str, str | int]]
 
+DIRECT: Final = ("grpc.enable_http_proxy", 0)
+"""Channel option: connect directly, whatever proxy the environment names for the world outside."""
+
 
 class Transport(Protocol):
     """A process's only way to connect and to listen, so that no connection is left unencrypted by mistake."""
@@ -62,13 +65,13 @@ class PlainTransport:
     version: Final = 0
 
     def channel(self, address: str, role: Role, options: ChannelOptions) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=[*options, DIRECT])
 
     def blocking_channel(self, address: str, role: Role, options: ChannelOptions) -> grpc.Channel:
-        return grpc.insecure_channel(address, options=options)
+        return grpc.insecure_channel(address, options=[*options, DIRECT])
 
     def etcd_channel(self, target: str, options: ChannelOptions) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.insecure_channel(target, options=[*options, DIRECT])
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         return server.add_insecure_port(address)
@@ -113,7 +116,8 @@ class TlsTransport:
 
     def etcd_channel(self, target: str, options: ChannelOptions) -> grpc.aio.Channel:
         current = self.folder.current()
-        return grpc.aio.secure_channel(target, (current.etcd or current).for_channels(), options=options)
+        credentials = (current.etcd or current).for_channels()
+        return grpc.aio.secure_channel(target, credentials, options=[*options, DIRECT])
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         configuration = _ServerConfiguration(self.folder)
@@ -158,4 +162,4 @@ class _ServerConfiguration:
 
 
 def _named(options: ChannelOptions, role: Role) -> ChannelOptions:
-    return [*options, ("grpc.ssl_target_name_override", server_name(role))]
+    return [*options, DIRECT, ("grpc.ssl_target_name_override", server_name(role))]

@@ -13,7 +13,9 @@ import sys
 import urllib.error
 import urllib.request
 from http import HTTPStatus
+from http.client import HTTPResponse
 from pathlib import Path
+from typing import cast
 
 import click
 import grpc
@@ -91,10 +93,21 @@ def check_grpc(
         raise Unhealthy(f"{address}: {HealthCheckResponse.ServingStatus.Name(reply.status)}")
 
 
+def get_directly(url: str, timeout_s: float, context: ssl.SSLContext | None = None) -> HTTPResponse:
+    """GET a URL of the fleet, whatever proxy the environment names for the world outside. `context`: for
+    https.
+
+    Raise urllib.error.HTTPError for a status from 400 on, OSError, ValueError or http.client.HTTPException.
+    """
+    direct = urllib.request.ProxyHandler({})
+    opener = urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=context))
+    return cast(HTTPResponse, opener.open(url, timeout=timeout_s))
+
+
 def check_http(url: str, timeout_s: float, context: ssl.SSLContext | None = None) -> None:
     """Raise Unhealthy unless a GET of the URL returns 200 within the time. `context`: for https."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s, context=context) as reply:
+        with get_directly(url, timeout_s, context) as reply:
             status = reply.status
     except urllib.error.HTTPError as error:
         status = error.code

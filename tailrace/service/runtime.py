@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -79,6 +80,8 @@ _GRACE_S: Final = 15.0
 # Python's defaults (700, 10, 10) the scheduler of a large fleet stood still for up to 100 ms at a time. The
 # first bounds what waits to be freed: each call to a server with interceptors leaves a cycle, in grpc.aio.
 _GC_THRESHOLDS: Final = (10_000, 20, 500)
+# A shell usually allows 1,024 open files, and each stream takes up to two of an API server or an edge.
+_OPEN_FILES: Final = 65_536
 _LEVEL: Final = "TAILRACE_LOG_LEVEL"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -116,6 +119,7 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
     except ValueError as error:
         sys.exit(str(error))
     gc.set_threshold(*_GC_THRESHOLDS)
+    _raise_file_limit()
     # If a native library crashes, the stack trace is the only information.
     faulthandler.enable()
     # gRPC logs every lost connection repeatedly; Tailrace logs what matters of it.
@@ -130,6 +134,14 @@ def run_service(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None
         log.exception("failed")
         sys.exit(1)
     sys.exit(0)
+
+
+def _raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files as the system allows, or _OPEN_FILES."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 async def _until_signalled(

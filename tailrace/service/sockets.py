@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Self
 
 # Linux, include/uapi/linux/tcp.h.
@@ -21,8 +23,10 @@ _TCP_RTO_MAX_MS: Final = 44
 # Above any usual round-trip time, and short enough that a stream continues within two seconds of a network
 # outage.
 _CLIENT_RETRANSMIT_S: Final = 2.0
-# A client that acknowledges nothing, or takes nothing, for this long is disconnected.
-_CLIENT_GIVE_UP_S: Final = 300.0
+CLIENT_GIVE_UP_S: Final = 300.0
+"""A client that acknowledges nothing, or takes nothing, for this long is disconnected."""
+# Linux, include/uapi/linux/un.h: 108 with the zero at the end.
+_UNIX_PATH_BYTES: Final = 107
 # The answer of a kernel without the option.
 _UNSUPPORTED: Final = frozenset({errno.ENOPROTOOPT, errno.EOPNOTSUPP})
 
@@ -66,10 +70,21 @@ def bound_clients(sock: socket.socket) -> list[tuple[int, int]]:
     Return the TCP options that were set, number and value, for a server that makes its own socket. Raise
     OSError.
     """
-    options = [(socket.TCP_USER_TIMEOUT, round(_CLIENT_GIVE_UP_S * 1e3))]
-    if bound_retransmission(sock, _CLIENT_RETRANSMIT_S, _CLIENT_GIVE_UP_S):
+    options = [(socket.TCP_USER_TIMEOUT, round(CLIENT_GIVE_UP_S * 1e3))]
+    if bound_retransmission(sock, _CLIENT_RETRANSMIT_S, CLIENT_GIVE_UP_S):
         options.append((_TCP_RTO_MAX_MS, round(_CLIENT_RETRANSMIT_S * 1e3)))
     return options
+
+
+def unix_path(folder: Path, name: str) -> str:
+    """Return the path of a Unix socket in a temporary folder. Raise OSError if it is too long for one."""
+    path = str(folder / name)
+    if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
+        raise OSError(
+            f"{path}: too long for a socket, whose path has at most {_UNIX_PATH_BYTES} bytes; set TMPDIR to "
+            "a folder with a shorter path, such as /tmp"
+        )
+    return path
 
 
 class ListenError(OSError):

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
 from opentelemetry.context import Context
 from opentelemetry.trace import (
@@ -26,6 +26,8 @@ from opentelemetry.trace import (
     get_current_span,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from tailrace.security.transport import DIRECT
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -97,7 +99,9 @@ def configure(service: str, instance: str) -> Tracing:
     provider = TracerProvider(
         resource=resource_of(service, instance), shutdown_on_exit=False, id_generator=SystemIds()
     )
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+    # Its type says that all values are strings.
+    direct = cast("tuple[tuple[str, str]]", (DIRECT,))
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S, channel_options=direct)
     provider.add_span_processor(
         BatchSpanProcessor(
             exporter,

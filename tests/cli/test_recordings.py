@@ -239,3 +239,11 @@ def test_get_shadow(run: Run, script: Script) -> None:
     document = json.loads(run("get", "shadow", "-o", "json").stdout)["shadow"]
     assert (document["name"], document["policy"]) == ("ares", "pascal")
     assert document["counts"] == [{"point": "place", "same": 5, "different": 2, "failed": 0}]
+
+
+def test_a_recording_without_placements_says_that_no_policy_was_asked(lines: list[bytes], file: Path) -> None:
+    placed = (b'"event":"arrival"', b'"point":"place"')
+    kept = [line for line in lines if not any(each in line for each in placed)]
+    file.write_bytes(b"\n".join(kept) + b"\n")
+    result = replay(str(file))
+    assert "the policy was not asked to place one" in result.stderr

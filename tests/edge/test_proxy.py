@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import h2.connection
+import h2.events
 import pytest
 from aiohttp import ClientSession, WSServerHandshakeError, web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry
 
+from edge_svc import configuration as edge_configuration
 from edge_svc.configuration import DEFAULT_BOUNDS, bootstrap
 from edge_svc.directory import directory
 from edge_svc.main import envoy_path
@@ -109,3 +112,40 @@ async def test_an_answer_that_nobody_reads_is_not_kept_and_ends(tmp_path: Path) 
         writer.close()
     # What the kernel keeps on the way, and not the rest.
     assert sent < 40
+
+
+async def test_a_whole_answer_that_an_http2_client_does_not_read_is_reset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the connection, and so another answer, but leaves one stream's window closed."""
+    monkeypatch.setattr(edge_configuration, "CLIENT_GIVE_UP_S", 0.5)
+    size = 100_000
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(size))
+
+    client = h2.connection.H2Connection()
+    client.initiate_connection()
+    client.increment_flow_control_window(1 << 20)
+    unread, read = 1, 3
+    taken, ended = 0, set[int]()
+    async with proxied(tmp_path, "/v1/long", answer) as port, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        target = (":path", "/v1/long?model=first")
+        head = [(":method", "GET"), target, (":scheme", "http"), (":authority", "edge")]
+        for stream in (unread, read):
+            client.send_headers(stream, head, end_stream=True)
+        client.increment_flow_control_window(size, read)
+        while ended != {unread, read}:
+            writer.write(client.data_to_send())
+            for event in client.receive_data(await reader.read(1 << 16)):
+                if isinstance(event, h2.events.DataReceived) and event.stream_id == read:
+                    taken += len(event.data)
+                elif isinstance(event, h2.events.StreamEnded):
+                    ended.add(event.stream_id)
+                    assert event.stream_id == read
+                elif isinstance(event, h2.events.StreamReset):
+                    ended.add(event.stream_id)
+                    assert event.stream_id == unread
+        writer.close()
+    assert taken == size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,10 @@ from tests.ports import free_port
 
 UP_S: Final = 120.0
 """Deadline of a command, `tailrace up` included."""
+UNREACHABLE_PROXY: Final = dict.fromkeys(
+    ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:1"
+)
+"""What an environment says of a proxy for the world outside."""
 
 
 class WorkingFolder:
@@ -36,15 +41,21 @@ class WorkingFolder:
         return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def tailrace(self, *arguments: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
-        """Run `tailrace` to its end."""
-        return self.run(*self.command(*arguments), timeout_s=timeout_s)
+        """Run `tailrace` to its end, in an environment with a proxy that does not answer."""
+        environment = self.environment() | UNREACHABLE_PROXY
+        return self._run(self.command(*arguments), environment, timeout_s)
 
     def run(self, *command: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
+        return self._run(command, self.environment(), timeout_s)
+
+    def _run(
+        self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self.path,
-            env=self.environment(),
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -70,12 +70,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("broken", "ZeroDivisionError: its own mistake"),
+        ("broken", r"ZeroDivisionError: its own mistake \(test_active_policy\.py:\d+\)"),
         ("exiting", "'exiting' cannot be loaded: SystemExit: 3"),
         ("undeclared", "parameters: not a tuple of Parameter"),
         ("timed", "'timed' cannot be used: TypeError: tick_interval_s: str is neither a number nor None"),
         ("stranger", r"not a tailrace\.policy\.base\.Policy"),
-        ("absent", "no_such_module"),
+        ("absent", "No module named 'no_such_module'; .* found after a restart"),
     ],
 )
 @pytest.mark.usefixtures("installed")
@@ -138,3 +138,8 @@ def test_a_refused_policy_is_retried_after_another_was_active(caplog: pytest.Log
     active.follow(bad, Slo())
     assert active.name == "ares"
     assert caplog.text.count("cannot switch to policy pascal, keeping") == 2
+
+
+def test_a_class_without_an_entry_point_is_for_simulations() -> None:
+    with pytest.raises(registry.UnknownPolicyError, match=r"only simulate and compare take module:Class"):
+        registry.load("my_policy.headroom:Headroom")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.service.private_folder import private_folder
+from tailrace.service.sockets import unix_path
 
 HOLD = """
 import sys, tempfile
@@ -41,3 +42,10 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(
     with private_folder("test") as folder:
         assert {*tmp_path.iterdir()} == {folder, other}
     assert [*tmp_path.iterdir()] == [other]
+
+
+def test_a_folder_too_deep_for_sockets_is_named(tmp_path: Path) -> None:
+    """Such as a batch system's TMPDIR."""
+    assert unix_path(Path("/tmp"), "in") == "/tmp/in"
+    with pytest.raises(OSError, match=r"aaa/in: too long for a socket, .* set TMPDIR to a folder"):
+        unix_path(tmp_path / ("a" * 100), "in")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,21 @@ def test_a_custom_policy_class() -> None:
 def test_unknown_names(name: str, message: str) -> None:
     with pytest.raises(UnknownSetupError, match=message):
         setup_for(name)
+
+
+def test_a_policy_whose_module_fails_is_named_with_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "night_policy.py").write_text(
+        "from tailrace.policy.least_loaded import LeastLoaded\n"
+        "from tailrace.policy.parameters import parameter\n"
+        "class Mine(LeastLoaded):\n"
+        "    share: float = parameter(7.0, 'share', minimum=0, maximum=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = r"cannot be loaded: ValueError: default 7\.0: a number from 0 to 1 \(night_policy\.py:4\)"
+    with pytest.raises(UnknownSetupError, match=wrong):
+        setup_for("night_policy:Mine")
 
 
 def test_unknown_predictors() -> None:

@@ -17,10 +17,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
+from tailrace.service.sockets import unix_path
 from tailrace.service.tasks import cancel, supervise
 from tailrace.telemetry.incidents import unreadable
 from worker_agent.kv.address import KvTransferError
@@ -167,8 +169,9 @@ class RankLinks:
         return self._number
 
     async def open(self) -> None:
-        """Start accepting ranks."""
-        self._server = await asyncio.start_unix_server(self._accept, self.path)
+        """Start accepting ranks. Raise OSError."""
+        path = unix_path(Path(self._folder), "worker")
+        self._server = await asyncio.start_unix_server(self._accept, path)
 
     async def wait_for_all(self, seconds: float) -> None:
         """Wait until every rank has connected, then stop accepting. Raise RuntimeError after `seconds`."""
