@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 import click
@@ -29,6 +30,8 @@ from tailrace.tiny import MODEL_PATH
 _TIMEOUT_S: Final = 300.0
 _API_SERVER: Final = "API server"
 _FLAGS: Final = "flags"
+# Flags of which vLLM's parser takes any words, so that it need not be loaded to know that.
+_ANY_WORDS: Final = frozenset({"--api-key", "--served-model-name"})
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -45,7 +48,18 @@ class _Check(msgspec.Struct, frozen=True):
 
 def needs_vllm(options: ClusterOptions) -> bool:
     """Return whether vLLM reads the line; of what is not installed nothing can be checked."""
-    return bool(options.line.arguments) and bool(vllm_version())
+    words = options.line.arguments
+    # A worker with vLLM's engine loads it for any line.
+    unread = options.engine is Engine.SIMULATED and _takes_any_words(words)
+    return bool(words) and not unread and bool(vllm_version())
+
+
+def _takes_any_words(words: Sequence[str]) -> bool:
+    """Return whether there is nothing but flags that take any words, each with some that are plain."""
+    return all(
+        (following if word in _ANY_WORDS else word)[:1] not in ("", "-")
+        for word, following in pairwise((*words, ""))
+    )
 
 
 def refusal(options: ClusterOptions) -> str:
