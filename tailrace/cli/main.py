@@ -7,13 +7,15 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.shell_completion import CompletionItem
 
 from tailrace import __version__
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -119,6 +121,9 @@ class LazyGroup(click.Group):
 
     def _points(self) -> dict[str, EntryPoint]:
         """Return the plugins' entry points; built-in commands take precedence."""
+        # Imported here, since no built-in command needs it.
+        from importlib.metadata import entry_points
+
         points = entry_points(group=self._plugins)
         return {point.name: point for point in points if point.name not in self._lazy}
 
