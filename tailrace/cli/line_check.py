@@ -20,6 +20,7 @@ import msgspec
 from tailrace.address import format_address
 from tailrace.cli.errors import CliError
 from tailrace.cli.serve import service_command
+from tailrace.collector import collector_paused
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.requirements import vllm_version
 from tailrace.service import vllm_rs
@@ -143,7 +144,13 @@ def _problem(check: _Check) -> str:
 
 def _read_by_vllm(line: _Line) -> None:
     """Raise click.UsageError if vLLM would refuse the line."""
-    from tailrace.wire.serve_flags import FlagRefused, read_engine_flags, read_serve_arguments, serve_parser
+    with collector_paused():
+        from tailrace.wire.serve_flags import (
+            FlagRefused,
+            read_engine_flags,
+            read_serve_arguments,
+            serve_parser,
+        )
 
     try:
         if line.kind == _FLAGS:

@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from tailrace import __version__
+from tailrace.collector import collector_paused
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -95,12 +96,15 @@ class LazyGroup(click.Group):
         if cmd_name in self._lazy:
             place = self._lazy[cmd_name][0]
             module, _, attribute = place.partition(":")
-            return _checked(getattr(import_module(module), attribute), place)
+            with collector_paused():
+                imported = import_module(module)
+            return _checked(getattr(imported, attribute), place)
         point = self._points().get(cmd_name)
         if point is None:
             return None
         try:
-            command: object = point.load()
+            with collector_paused():
+                command: object = point.load()
         except ModuleNotFoundError as error:
             # Imported here, since it imports gRPC and `tailrace --help` must be fast.
             from tailrace.cli.errors import CliError
