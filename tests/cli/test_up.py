@@ -137,7 +137,9 @@ def test_a_port_in_use(here: WorkingFolder) -> None:
 
 def test_a_full_disk_is_reported_and_nothing_is_left_running(here: WorkingFolder) -> None:
     # The state cannot be written, so the started processes are stopped.
-    result = here.run("prlimit", "--fsize=100:100", *here.command("up", "--engine", "simulated"))
+    result = here.run(
+        "prlimit", "--fsize=100:100", *here.command("up", "--engine", "simulated", "--port", str(here.port))
+    )
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
         f"tailrace: {here.folder.path}: File too large (TAILRACE_RUN_DIR names another folder)"
