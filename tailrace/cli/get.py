@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 from google.protobuf.message import Message
-from rich.live import Live
-from rich.table import Table
 
 from tailrace.brief_help import WholeGroup
 from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
@@ -60,6 +58,9 @@ from tailrace.v1.admin_pb2 import (
 )
 from tailrace.v1.migration_pb2 import ListMigrationsRequest
 from tailrace.v1.types_pb2 import Phase, Pool
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 RowT = TypeVar("RowT", bound=Message)
@@ -238,6 +239,8 @@ def shadow(output: Output, admin: str | None) -> None:
     if not found.name:
         click.echo(f"policy: {found.policy}, shadow: -")
         return
+    from rich.table import Table
+
     table = Table(title=f"{found.policy}, {found.name} in its shadow", title_justify="left", box=None)
     table.add_column("decision point")
     for heading in ("same", "different", "failed"):
@@ -395,6 +398,8 @@ def _watch(table: Callable[[], Table], document: Callable[[], dict[str, JsonValu
             while True:
                 print_json(document())
                 time.sleep(_WATCH_INTERVAL_S)
+        from rich.live import Live
+
         terminal = console()
         with Live(fit(table(), terminal.width, SHRINKING), console=terminal, auto_refresh=False) as live:
             while True:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 import click
@@ -19,6 +20,7 @@ import msgspec
 from tailrace.address import format_address
 from tailrace.cli.errors import CliError
 from tailrace.cli.serve import service_command
+from tailrace.collector import collector_paused
 from tailrace.local.options import ClusterOptions, Engine, Front
 from tailrace.local.requirements import vllm_version
 from tailrace.service import vllm_rs
@@ -29,6 +31,8 @@ from tailrace.tiny import MODEL_PATH
 _TIMEOUT_S: Final = 300.0
 _API_SERVER: Final = "API server"
 _FLAGS: Final = "flags"
+# Flags of which vLLM's parser takes any words, so that it need not be loaded to know that.
+_ANY_WORDS: Final = frozenset({"--api-key", "--served-model-name"})
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -45,7 +49,18 @@ class _Check(msgspec.Struct, frozen=True):
 
 def needs_vllm(options: ClusterOptions) -> bool:
     """Return whether vLLM reads the line; of what is not installed nothing can be checked."""
-    return bool(options.line.arguments) and bool(vllm_version())
+    words = options.line.arguments
+    # A worker with vLLM's engine loads it for any line.
+    unread = options.engine is Engine.SIMULATED and _takes_any_words(words)
+    return bool(words) and not unread and bool(vllm_version())
+
+
+def _takes_any_words(words: Sequence[str]) -> bool:
+    """Return whether there is nothing but flags that take any words, each with some that are plain."""
+    return all(
+        (following if word in _ANY_WORDS else word)[:1] not in ("", "-")
+        for word, following in pairwise((*words, ""))
+    )
 
 
 def refusal(options: ClusterOptions) -> str:
@@ -129,7 +144,13 @@ def _problem(check: _Check) -> str:
 
 def _read_by_vllm(line: _Line) -> None:
     """Raise click.UsageError if vLLM would refuse the line."""
-    from tailrace.wire.serve_flags import FlagRefused, read_engine_flags, read_serve_arguments, serve_parser
+    with collector_paused():
+        from tailrace.wire.serve_flags import (
+            FlagRefused,
+            read_engine_flags,
+            read_serve_arguments,
+            serve_parser,
+        )
 
     try:
         if line.kind == _FLAGS:

@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.shell_completion import CompletionItem
 
 from tailrace import __version__
+from tailrace.collector import collector_paused
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -93,12 +96,15 @@ class LazyGroup(click.Group):
         if cmd_name in self._lazy:
             place = self._lazy[cmd_name][0]
             module, _, attribute = place.partition(":")
-            return _checked(getattr(import_module(module), attribute), place)
+            with collector_paused():
+                imported = import_module(module)
+            return _checked(getattr(imported, attribute), place)
         point = self._points().get(cmd_name)
         if point is None:
             return None
         try:
-            command: object = point.load()
+            with collector_paused():
+                command: object = point.load()
         except ModuleNotFoundError as error:
             # Imported here, since it imports gRPC and `tailrace --help` must be fast.
             from tailrace.cli.errors import CliError
@@ -119,6 +125,9 @@ class LazyGroup(click.Group):
 
     def _points(self) -> dict[str, EntryPoint]:
         """Return the plugins' entry points; built-in commands take precedence."""
+        # Imported here, since no built-in command needs it.
+        from importlib.metadata import entry_points
+
         points = entry_points(group=self._plugins)
         return {point.name: point for point in points if point.name not in self._lazy}
 

@@ -7,16 +7,17 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
-import yaml
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
-from rich.table import Column, Table
 
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.plain import JsonValue
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Column, Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +64,7 @@ def print_json(value: dict[str, JsonValue]) -> None:
     JSON is on one line unless stdout is a terminal, so that `--watch` prints JSON lines.
     """
     if _as_yaml():
-        click.echo(yaml.safe_dump(value, sort_keys=False, explicit_start=True), nl=False)
+        click.echo(_to_yaml(value, explicit_start=True), nl=False)
     else:
         click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
 
@@ -71,6 +72,13 @@ def print_json(value: dict[str, JsonValue]) -> None:
 def _as_yaml() -> bool:
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(_YAML))
+
+
+def _to_yaml(value: object, explicit_start: bool = False) -> str:
+    # Imported here, since most commands print no YAML.
+    import yaml
+
+    return yaml.safe_dump(value, sort_keys=False, explicit_start=explicit_start)
 
 
 def print_json_list(name: str, values: Iterable[dict[str, JsonValue]]) -> None:
@@ -83,7 +91,7 @@ def print_json_list(name: str, values: Iterable[dict[str, JsonValue]]) -> None:
     if _as_yaml():
         click.echo(f"---\n{name}:" + ("" if first else " []"))
         for value in chain(first, arriving):
-            click.echo(yaml.safe_dump([value], sort_keys=False), nl=False)
+            click.echo(_to_yaml([value]), nl=False)
         return
     on_terminal = sys.stdout.isatty()
     separator = "\n" if on_terminal else ""
@@ -149,6 +157,9 @@ def _cell_width(cell: RenderableType) -> int:
 
 def console() -> Console:
     """Return a console on stdout; if that is a pipe, one of a width that rarely truncates."""
+    # Imported here, since commands that print no table need it not.
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
 
 

@@ -10,6 +10,7 @@ from typing import Final
 import click
 
 from tailrace.cli.errors import CliError
+from tailrace.collector import collector_paused
 
 GROUP: Final = "tailrace.services"
 EXTRA_ARGUMENTS: Final = "TAILRACE_SERVE_ARGS"
@@ -60,7 +61,8 @@ def service_command(name: str) -> click.Command:
     if point is None:
         raise CliError(f"serve {name}: not installed")
     try:
-        command = point.load()
+        with collector_paused():
+            command = point.load()
     except ImportError as error:
         raise CliError(f"serve {name}: {error}; scripts/install.sh installs what is missing") from error
     if not isinstance(command, click.Command):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from google.protobuf.message import Message
 from rich.cells import cell_len
-from rich.table import Table
 
 from tailrace.bounded import printable
 from tailrace.cli.output import full_width
@@ -27,6 +26,9 @@ from tailrace.v1.types_pb2 import (
     Stage,
     Way,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RowT = TypeVar("RowT", bound=Message)
 
@@ -64,6 +66,9 @@ class View(Generic[RowT]):
 
     def table(self, rows: Iterable[RowT]) -> Table:
         """Return a table of the rows in the given order."""
+        # Imported here, since -o json needs no table.
+        from rich.table import Table
+
         table = Table(box=None, pad_edge=False, header_style="bold")
         for column in self.columns:
             table.add_column(column.heading, justify="right" if column.figure else "left", no_wrap=True)

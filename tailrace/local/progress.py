@@ -7,12 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Step(enum.StrEnum):
@@ -78,6 +76,11 @@ class LiveProgress:
     """Show all parts in a live list, with steps and durations."""
 
     def __init__(self, names: Sequence[str]) -> None:
+        # Imported here, since a command without a terminal needs none of them.
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+
         self._steps = dict.fromkeys(names, Step.QUEUED)
         self._started_s: dict[str, float] = {}
         self._took_s: dict[str, float] = {}
@@ -108,6 +111,8 @@ class LiveProgress:
         self._steps[name] = step
 
     def _table(self) -> Table:
+        from rich.table import Table
+
         table = Table.grid(padding=(0, 2))
         marks = {Step.READY: "[green]✓[/]", Step.FAILED: "[red]✗[/]", Step.QUEUED: "·"}
         for name, step in self._steps.items():

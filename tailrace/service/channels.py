@@ -9,17 +9,18 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
-from tailrace.members import Members
-from tailrace.records import ServiceRecord
 from tailrace.security.renewed_channel import CLOSE_WHEN_IDLE, RenewedChannel
 from tailrace.security.roles import Role
 from tailrace.security.transport import PLAIN, Transport
 from tailrace.service.pings import ping_options
-from tailrace.telemetry.incidents import unreadable
+
+if TYPE_CHECKING:
+    from tailrace.members import Members
+    from tailrace.records import ServiceRecord
 
 Reply = TypeVar("Reply")
 
@@ -54,6 +55,9 @@ def decoded(reply: Reply | None, sender: str) -> Reply:
     """
     if reply is not None:
         return reply
+    # Imported here, since commands need no metrics.
+    from tailrace.telemetry.incidents import unreadable
+
     unreadable("reply of a service", sender, "it cannot be decoded")
     nothing = grpc.aio.Metadata()
     details = f"a reply of {sender} cannot be decoded"

@@ -32,7 +32,7 @@ class FleetFolder(WorkingFolder):
             "front": FAST_FRONT,
             "http": f"127.0.0.1:{self.port}",
             "replicas": fields.pop("replicas", 2),
-            "flags": {"served-model-name": "tiny", "sim": ["speed=1"], **fields.pop("flags", {})},
+            "flags": {"served-model-name": "tiny", "sim": ["speed=0.5"], **fields.pop("flags", {})},
         }
         (self.path / "fleet.yaml").write_text(yaml.safe_dump({"models": [model], **fields}))
 
@@ -78,11 +78,11 @@ def test_a_cluster_follows_its_file_under_load(here: FleetFolder) -> None:
 
         # Another policy, other flags of the workers, and one less: requests move away from each.
         here.write(
-            replicas=2, policy={"name": "tailrace"}, slo={"ttft": "1500ms"}, flags={"sim": ["speed=2"]}
+            replicas=2, policy={"name": "tailrace"}, slo={"ttft": "1500ms"}, flags={"sim": ["speed=1"]}
         )
         shown = here.apply("--yes")
         assert "slo       ttft 1 -> 1.5" in shown
-        assert "worker-1  restart: -speed=1 +speed=2" in shown
+        assert "worker-1  restart: -speed=0.5 +speed=1" in shown
         assert shown.splitlines()[-2:] == ["worker-2  stop", "applied"]
         seen = load.count()
         wait_until(lambda: load.count() >= seen + 4, "answers of the rest")
@@ -91,7 +91,7 @@ def test_a_cluster_follows_its_file_under_load(here: FleetFolder) -> None:
     assert len({chat.answer for _, chat in load.answers}) == 1
     assert here.apply() == "nothing to change: the cluster is as the file says\n"
 
-    here.write(replicas=2, policy={"name": "tailrace"}, flags={"sim": ["speed=2"], "encrypt-kv": True})
+    here.write(replicas=2, policy={"name": "tailrace"}, flags={"sim": ["speed=1"], "encrypt-kv": True})
     asked = here.tailrace("apply", "-f", "fleet.yaml")
     assert asked.returncode == 2
     assert "--yes: needed where nobody can be asked" in asked.stderr

@@ -15,7 +15,7 @@ from tests.waiting import WAIT_S
 
 def _installed(monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
     points = [EntryPoint(name, value, "tailrace.commands") for name, value in commands.items()]
-    monkeypatch.setattr("tailrace.cli.main.entry_points", lambda group: points)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
 
 
 def test_help_lists_plugin_commands_after_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:

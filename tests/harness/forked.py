@@ -32,10 +32,13 @@ PYTHONPATH: Final = os.environ.get("PYTHONPATH")
 # The modules that services and simulated workers import at startup.
 _SERVICES: Final = [
     "tailrace.cli.main",
+    "tailrace.cli.serve",
+    "edge_svc.main",
     "frontend_svc.main",
     "migration_svc.main",
     "monitor_svc.main",
     "scheduler_svc.main",
+    "tailrace.policy.tailrace.policy",
     "worker_agent.main",
     "worker_agent.serving",
     "worker_agent.worker",

@@ -1,7 +1,9 @@
-"""There are no import cycles, not even for types."""
+"""There are no import cycles, not even for types, and commands import only what they need."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -50,3 +52,14 @@ def test_cycles_are_found_for_every_kind_of_import(tmp_path: Path, back: str) ->
 
     assert found[0] == found[-1]
     assert set(found) == {"pair.one", "pair.two"}
+
+
+def test_a_command_that_prints_json_imports_no_more_than_that() -> None:
+    """Scripts run many: each of these takes a tenth of its time or more."""
+    unneeded = {"importlib.metadata", "numpy", "prometheus_client", "rich.console", "yaml"}
+    modules = "tailrace.cli.main, tailrace.cli.get"
+    code = f"import sys, {modules}; print(*sorted({unneeded} & sys.modules.keys()))"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert printed.stdout == "\n"

@@ -68,6 +68,20 @@ def test_flags_of_the_api_server_are_told_to_be_of_no_effect() -> None:
     assert options.arguments == {"seed": 1}
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+@pytest.mark.parametrize(
+    "values", [["a"], ["a", "b c"], ["{}", "a=b", "1.5", "@a", "é", "+"], ["a" * 10_000]]
+)
+def test_flags_that_take_any_words(flag: str, values: list[str]) -> None:
+    """So says `tailrace.cli.line_check`."""
+    from tailrace.wire.serve_flags import read_engine_flags, read_serve_arguments, serve_parser
+
+    line = [flag, "x", flag, *values]
+    read_engine_flags(line)
+    arguments = read_serve_arguments(serve_parser(), ["a/model", *line])
+    assert vars(arguments)[flag.removeprefix("--").replace("-", "_")] == values
+
+
 def test_a_config_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("max-model-len: 4096\nseed: 1\n")

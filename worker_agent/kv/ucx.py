@@ -40,6 +40,7 @@ from typing import Final
 import numpy as np
 import ucxx
 from ucxx._lib.arr import Array
+from ucxx._lib_async import continuous_ucx_progress
 from ucxx.types import Tag, TagMask
 
 from tailrace.service.channels import format_error
@@ -67,6 +68,9 @@ def start_ucx(options: Mapping[str, str]) -> None:
     global _started, _options
     if not _started:
         _options = dict(options)
+        if not _has_cuda():
+            # ucxx looks for CUDA's driver at each start of its thread, for which it imports cuda.core.
+            continuous_ucx_progress._create_context = _nothing
         try:
             ucxx.init(options=dict(options), progress_mode="thread", enable_python_future=True)
         except ucxx.exceptions.UCXError as error:
@@ -76,9 +80,7 @@ def start_ucx(options: Mapping[str, str]) -> None:
             ) from error
         # Restart the progress thread with our polling interval.
         with progress_paused():
-            if not _has_cuda():
-                # ucxx would look for CUDA's driver at each start of the thread.
-                ucxx.core._get_ctx().worker.set_progress_thread_start_callback(_nothing)
+            pass
         _started = True
 
 
