@@ -14,13 +14,13 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from tailrace.address import MalformedAddress, is_ip, parse_address
+from tailrace.address import MalformedAddress, is_ip, not_ipv4, parse_address
 from tailrace.bounded import printable, read_regular, shown
 from tailrace.durations import in_seconds
 from tailrace.local.options import Bounds, ClusterOptions, Engine, Front
 from tailrace.policy.parameters import ParameterError, format_value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
-from tailrace.security.options import exposed
+from tailrace.security.options import exposed, is_loopback
 from tailrace.slo import read_objectives
 from tailrace.suggestion import did_you_mean
 from tailrace.yaml_errors import yaml_problem
@@ -479,7 +479,8 @@ def _check(fleet: Fleet) -> None:
         try:
             parse_address(address)
         except MalformedAddress as error:
-            raise FleetError(f"{field}: {shown(address)} is not HOST:PORT {error}".rstrip()) from error
+            hint = f": {error}" if str(error) else " is not HOST:PORT"
+            raise FleetError(f"{field}: {shown(address)}{hint}") from error
     for at, each in enumerate(fleet.models):
         _check_flags(f"models[{at}]", each)
         _check_replicas(fleet, at, each)
@@ -577,10 +578,15 @@ def _check_hosts(fleet: Fleet) -> None:
         raise FleetError("etcd: name the hosts that run a member, or HOST:PORT of members of yours")
     addresses = [host.address for host in fleet.hosts.values()]
     for name, host in fleet.hosts.items():
-        if ":" in host.address and not is_ip(host.address):
-            raise FleetError(f"hosts.{name}.address: {shown(host.address)}: without a port, please")
-        if not re.match(_ADDRESS, host.address):
-            raise FleetError(f"hosts.{name}.address: {shown(host.address)} is neither a name nor an address")
+        field = f"hosts.{name}.address: {shown(host.address)}"
+        if host.address.count(":") == 1:
+            raise FleetError(f"{field}: without a port, please")
+        if not re.match(_ADDRESS, host.address) or (":" in host.address and not is_ip(host.address)):
+            raise FleetError(f"{field} is neither a name nor an address (IPv6 without brackets)")
+        if not_ipv4(host.address):
+            raise FleetError(f"{field} is no IPv4 address")
+        if len(addresses) > 1 and (is_loopback(f"{host.address}:1") or host.address in ("0.0.0.0", "::")):
+            raise FleetError(f"{field}: the other hosts do not reach it by that")
         if addresses.count(host.address) > 1:
             raise FleetError(f"hosts.{name}.address: {host.address} is there twice")
     if not (fleet.tls or fleet.insecure):

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.cli.main import main
 from tailrace.fleet.file import FleetError, Model, json_schema, read_fleet, to_yaml
 from tailrace.local.options import Bounds, OwnCluster
 from tests.fleet.files import MODEL, ONE_MACHINE, TWO_HOSTS, changed, read, write
@@ -35,6 +37,15 @@ from tests.waiting import WAIT_S
         ("models.0.engine", "vlmm", "models[0].engine: Invalid enum value 'vlmm'"),
         ("hosts.b.address", "10.0.0.1", "hosts.a.address: 10.0.0.1 is there twice"),
         ("hosts.b.address", "10.0.0.2:22", "hosts.b.address: '10.0.0.2:22': without a port, please"),
+        ("hosts.b.address", "10.0.0.999", "hosts.b.address: '10.0.0.999' is no IPv4 address"),
+        ("hosts.b.address", "10.0.0", "hosts.b.address: '10.0.0' is no IPv4 address"),
+        ("hosts.b.address", "fd00::1::2", "hosts.b.address: 'fd00::1::2' is neither a name nor an address"),
+        ("hosts.b.address", "[fd00::1]", "hosts.b.address: '[fd00::1]' is neither a name nor an address"),
+        ("hosts.b.address", "localhost", "hosts.b.address: 'localhost': the other hosts do not reach it"),
+        ("hosts.b.address", "0.0.0.0", "hosts.b.address: '0.0.0.0': the other hosts do not reach it"),
+        ("models.0.http", "1.2.3.999:80", "models[0].http: '1.2.3.999:80': 1.2.3.999 is no IPv4 address"),
+        ("models.0.http", "a:99999", "models[0].http: 'a:99999': port 99999 is not from 1 to 65535"),
+        ("etcd", ["10.0.0.9:0"], "etcd: '10.0.0.9:0': port 0 is not from 1 to 65535"),
         ("hosts.b.gpus", -1, "hosts.b.gpus: Expected a whole number >= 0"),
         ("hosts.b.adress", "x", "hosts.b: unknown field 'adress' (did you mean 'address'?)"),
         ("policy.nmae", "x", "policy: unknown field 'nmae' (did you mean 'name'?)"),
@@ -79,6 +90,15 @@ def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, messag
     with pytest.raises(FleetError) as caught:
         read_fleet(path)
     assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(("http", "noted"), [("127.0.0.1:80", True), ("0.0.0.0:80", False)])
+def test_loopback_on_several_hosts_is_noted(tmp_path: Path, http: str, noted: bool) -> None:
+    model = {"model": "org/model", "engine": "simulated", "http": http}
+    file = write(tmp_path, changed(TWO_HOSTS, "models", [model]))
+    result = CliRunner().invoke(main, ["config", "check", "-f", str(file)])
+    assert result.exit_code == 0
+    assert ("models[0].http: 127.0.0.1:80 is reached from its own host alone" in result.stderr) is noted
 
 
 @pytest.mark.parametrize(
