@@ -50,7 +50,7 @@ _MARKS: Final = {Verdict.OK: "ok", Verdict.NOTE: "note", Verdict.PROBLEM: "PROBL
     type=click.Path(dir_okay=False, path_type=Path),
     envvar="TAILRACE_API_KEYS",
     metavar="FILE",
-    help="File of users' API keys to look at.",
+    help="File of users' API keys to look at.  [default: that of the cluster that runs here]",
 )
 @file_option(required=False)
 @click.option("--on", metavar="HOST", help="The host of the --file that this machine is, if it has several.")
@@ -120,7 +120,7 @@ def doctor(
         edge=edge,
         etcd=tuple(etcd.split(",")) if etcd else (),
         certificates=given_tls(),
-        api_keys=api_keys,
+        api_keys=api_keys or (None if cluster is None or file is not None else _keys_of(cluster)),
         folder=RunFolder.default().path,
     )
     flags = chain.from_iterable(map(_flags, served))
@@ -162,6 +162,16 @@ def _flags(options: ClusterOptions) -> Iterator[Finding]:
         problem = error.message
     mend = "tailrace up --help=all lists vLLM's, --help=NAME says what one takes"
     yield Finding("flags", Verdict.PROBLEM, problem, mend) if problem else ok("flags", "vLLM takes them")
+
+
+def _keys_of(state: RunState) -> Path | None:
+    """Return the file of API keys that a process of this folder's cluster reads; None: none does."""
+    for part in state.staying:
+        given = part.spec.option("--api-keys") if part.spec is not None else ""
+        if given and part.identity.alive():
+            # A relative path is one from where the process was started.
+            return Path(f"/proc/{part.identity.pid}/cwd").resolve() / given
+    return None
 
 
 def _ended(state: RunState) -> list[Part]:

@@ -179,6 +179,20 @@ def test_one_finding_for_a_worker_that_has_ended(
     assert found["instance worker-1"]["detail"] == "suspect" and found["migration"]["detail"] == "none leads"
 
 
+@pytest.mark.parametrize("flag", [["--api-keys=k"], ["--api-keys", "k"]])
+def test_the_keys_of_the_cluster_that_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("k").write_text("garbage")
+    (tmp_path / "below").mkdir()
+    edge = part("edge", Tier.EDGE, os.getpid(), "tailrace", "serve", "edge", *flag)
+    local = RunState(parts=[edge], admin="127.0.0.1:1", http="http://a:1")
+    found = doctor_of(tmp_path / "below", monkeypatch, local)["API keys"]
+    assert found["detail"].startswith(f"{tmp_path}/k: no usable file of API keys (")
+    assert "restore a copy of it" in found["mend"] and f"--file {tmp_path}/k" in found["mend"]
+
+
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_scheduler_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool) -> None:
     parts = [part("scheduler", Tier.CONTROL, os.getpid() * alive, "tailrace", "serve", "scheduler")]
