@@ -32,7 +32,7 @@ from tailrace.cli.fleet_file import (
     require_alone,
 )
 from tailrace.cli.line import TINY_ARGUMENTS, count, with_line
-from tailrace.cli.line_check import needs_vllm, refusal
+from tailrace.cli.line_check import loads_vllm, refusal
 from tailrace.cli.output import note
 from tailrace.cli.up_front import with_front
 from tailrace.fleet.hosts import control_hosts
@@ -315,7 +315,7 @@ def _check_line(options: ClusterOptions) -> None:
     )
     if options == defaults:
         return
-    if needs_vllm(options):
+    if loads_vllm(options):
         note("tailrace up: checking the flags, for which vLLM is loaded")
     if problem := refusal(options):
         raise UsageProblem(problem)
