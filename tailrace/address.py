@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +12,7 @@ _PORT_MAX: Final = 65_535
 
 
 class MalformedAddress(ValueError):
-    """A text is not HOST:PORT. Its message is a hint about IPv6 addresses, or empty."""
+    """A text is not HOST:PORT. Its message says what is wrong with the host or the port, or is empty."""
 
 
 def format_address(host: str, port: int) -> str:
@@ -28,9 +29,11 @@ def parse_address(text: str, min_port: int = 1) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    valid = bool(colon and host and port.isascii() and port.isdigit())
-    if not valid or not min_port <= int(port) <= _PORT_MAX:
+    if not (colon and host and port.isascii() and port.isdigit()):
         raise MalformedAddress()
+    # Python refuses to read thousands of digits.
+    if len(port) > len(str(_PORT_MAX)) or not min_port <= int(port) <= _PORT_MAX:
+        raise MalformedAddress(f"port {port[:10]} is not from {min_port} to {_PORT_MAX}")
     if bracketed:
         try:
             ipaddress.IPv6Address(host)
@@ -38,6 +41,8 @@ def parse_address(text: str, min_port: int = 1) -> tuple[str, int]:
             raise MalformedAddress("not an IPv6 address in the brackets") from error
     elif ":" in host:
         raise MalformedAddress(f"put an IPv6 address in brackets, as in [::1]:{port}")
+    elif not_ipv4(host):
+        raise MalformedAddress(f"{host[:100]} is no IPv4 address")
     return host, int(port)
 
 
@@ -48,6 +53,11 @@ def is_ip(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def not_ipv4(host: str) -> bool:
+    """Return whether this looks like an IPv4 address and is none: no name has digits and dots alone."""
+    return bool(re.fullmatch(r"[0-9]+(\.[0-9]+)+", host)) and not is_ip(host)
 
 
 def listen_address(host: str) -> str:

@@ -7,6 +7,9 @@ from typing import Any
 
 def yaml_problem(error: Any) -> str:
     """Return what a yaml.YAMLError is about, and where: its own text needs several lines, with a caret."""
+    if (position := getattr(error, "position", None)) is not None:
+        # A ReaderError: of a binary file, or one in another encoding.
+        return f"not YAML in UTF-8 (position {position})"
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from tailrace.address import parse_address
 from tailrace.brief_help import WholeGroup
 from tailrace.cli.errors import UsageProblem
 from tailrace.cli.fleet_file import FleetFile, file_option, options_of, plans, read_fleet_file
@@ -20,6 +21,7 @@ from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, make_plan
 from tailrace.local.requirements import vllm_version
 from tailrace.model_folder import ModelFolderError, require_files
+from tailrace.security.options import exposed
 from tailrace.tiny import MODEL_PATH
 
 
@@ -43,6 +45,14 @@ def check(file: Path) -> None:
     """Check a file; the error names the field. Where vLLM is installed, it checks its flags."""
     fleet = read_fleet_file(file)
     parts = _parts(fleet)
+    if len(fleet.fleet.hosts) > 1:
+        field, http = fleet.fleet.users[0]
+        if not exposed([http]):
+            port = parse_address(http)[1]
+            note(
+                f"{file}: {field}: {http} is reached from its own host alone, as by a proxy there; "
+                f"0.0.0.0:{port} from everywhere"
+            )
     for number, options in enumerate(options_of(fleet).models):
         _check_model(fleet, number, options)
     click.echo(f"{file}: {sum(map(len, parts.values()))} processes")

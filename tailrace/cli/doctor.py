@@ -27,7 +27,7 @@ from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import Tier
 from tailrace.local.ports import LOOPBACK
 from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, vllm_version
-from tailrace.local.state import RunFolder, RunState, find_state
+from tailrace.local.state import Part, RunFolder, RunState, find_state
 from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
 from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
@@ -50,7 +50,7 @@ _MARKS: Final = {Verdict.OK: "ok", Verdict.NOTE: "note", Verdict.PROBLEM: "PROBL
     type=click.Path(dir_okay=False, path_type=Path),
     envvar="TAILRACE_API_KEYS",
     metavar="FILE",
-    help="File of users' API keys to look at.",
+    help="File of users' API keys to look at.  [default: that of the cluster that runs here]",
 )
 @file_option(required=False)
 @click.option("--on", metavar="HOST", help="The host of the --file that this machine is, if it has several.")
@@ -120,12 +120,19 @@ def doctor(
         edge=edge,
         etcd=tuple(etcd.split(",")) if etcd else (),
         certificates=given_tls(),
-        api_keys=api_keys,
+        api_keys=api_keys or (None if cluster is None or file is not None else _keys_of(cluster)),
         folder=RunFolder.default().path,
     )
     flags = chain.from_iterable(map(_flags, served))
     ended = [] if cluster is None else _ended(cluster)
-    findings = [*check_host(host), *flags, *ended, *_clusters(admin, own, shared, cluster)]
+    # What follows from an end, and is mended with it, is said once. --admin may name another cluster.
+    known = frozenset() if admin else frozenset(chain.from_iterable(map(_consequences, ended)))
+    fleet_findings = [
+        finding
+        for finding in _clusters(admin, own, shared, cluster)
+        if finding.verdict is Verdict.OK or finding.subject.rpartition(": ")[2] not in known
+    ]
+    findings = [*check_host(host), *flags, *map(_has_ended, ended), *fleet_findings]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if output is Output.JSON:
         print_json({"findings": [asdict(finding) for finding in findings], "problems": problems})
@@ -157,13 +164,39 @@ def _flags(options: ClusterOptions) -> Iterator[Finding]:
     yield Finding("flags", Verdict.PROBLEM, problem, mend) if problem else ok("flags", "vLLM takes them")
 
 
-def _ended(state: RunState) -> Iterator[Finding]:
-    """Yield the processes of this folder's cluster that have ended by themselves."""
-    scaled = {name for each in state.scaled for name in each.names}
+def _keys_of(state: RunState) -> Path | None:
+    """Return the file of API keys that a process of this folder's cluster reads; None: none does."""
     for part in state.staying:
-        if part.name not in scaled and not part.identity.alive():
-            mend = f"tailrace restart {part.name}; {part.log} may say why"
-            yield Finding(part.name, Verdict.PROBLEM, "it has ended", mend)
+        given = part.spec.option("--api-keys") if part.spec is not None else ""
+        if given and part.identity.alive():
+            # A relative path is one from where the process was started.
+            return Path(f"/proc/{part.identity.pid}/cwd").resolve() / given
+    return None
+
+
+def _ended(state: RunState) -> list[Part]:
+    """Return the processes of this folder's cluster that have ended by themselves."""
+    scaled = {name for each in state.scaled for name in each.names}
+    return [part for part in state.staying if part.name not in scaled and not part.identity.alive()]
+
+
+def _has_ended(part: Part) -> Finding:
+    mend = f"tailrace restart {part.name}; {part.log} may say why"
+    return Finding(part.name, Verdict.PROBLEM, "it has ended", mend)
+
+
+def _consequences(part: Part) -> Iterator[str]:
+    """Yield the subjects of what is found in a fleet where this process has ended."""
+    spec = part.spec
+    if spec is None:
+        return
+    if spec.tier is Tier.WORKER:
+        yield from (f"instance {member}" for member in spec.members)
+        yield "instances"
+    elif "serve" in spec.command:
+        # A kind of which none leads, or none is there; without a scheduler nothing is known.
+        kind = spec.command[[*spec.command].index("serve") + 1]
+        yield from (kind, "fleet") if kind == "scheduler" else (kind,)
 
 
 def _own_admins(fleet: Fleet, options: ClusterOptions) -> dict[str, str]:
@@ -187,15 +220,18 @@ def _clusters(
         ]
     else:
         here = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
-        yield from _fleet(None, serves=not here or state.admin in state.models.values())
+        yield from _fleet(None, serves=not here or state.admin in state.models.values(), runs=True)
         asked = [(model, None, model) for model in reversed(here.values())]
     for name, admin, model in asked:
-        for finding in _fleet(admin, model):
+        for finding in _fleet(admin, model, runs=state is not None):
             yield replace(finding, subject=f"{name}: {finding.subject}")
 
 
-def _fleet(address: str | None, model: str | None = None, serves: bool = True) -> Iterator[Finding]:
-    """Yield what the admin API says of one cluster. `serves`: whether it has instances and front ends."""
+def _fleet(
+    address: str | None, model: str | None = None, serves: bool = True, runs: bool = False
+) -> Iterator[Finding]:
+    """Yield what the admin API says of one cluster. `serves`: whether it has instances and front ends;
+    `runs`: whether it is one that was started here."""
     try:
         with connect(address, model) as admin, admin.errors():
             yield from _services(admin, serves)
@@ -211,6 +247,8 @@ def _fleet(address: str | None, model: str | None = None, serves: bool = True) -
     except Unreachable as error:
         if address:
             yield Finding("fleet", Verdict.PROBLEM, error.message, "start it, or correct --admin")
+        elif runs:
+            yield Finding("fleet", Verdict.PROBLEM, error.message, "tailrace logs scheduler may say why")
         else:
             yield ok("fleet", "none is running here, and --admin names none")
     except CliError as error:

@@ -104,6 +104,12 @@ def vllm_rs_refusal(options: ClusterOptions) -> str:
     return _problem(_Check([_Line("frontend", [*arguments, *given])], []))
 
 
+def loads_vllm(options: ClusterOptions) -> bool:
+    """Return whether `refusal` may load vLLM, which takes seconds: a worker with its engine does for any
+    line."""
+    return needs_vllm(options) or (options.engine is Engine.VLLM and bool(vllm_version()))
+
+
 def _checked(lines: Sequence[_Line], environment: Mapping[str, str]) -> str:
     context = click.get_current_context()
     options = [name for each in context.command.get_params(context) for name in each.opts]

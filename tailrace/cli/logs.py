@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from tailrace.bounded import shown
 from tailrace.cli.errors import CliError
 from tailrace.local.state import RUN_DIR_ENV, RunFolder
 from tailrace.numeric import WholeRange
@@ -19,14 +20,14 @@ _TAIL_BYTES = 1 << 20
 
 
 @click.command(epilog="Example: tailrace logs worker-0 -f")
-@click.argument("part", required=False)
+@click.argument("name", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on until Ctrl-C.")
 @click.option("-n", "--lines", type=WholeRange(0), default=20, show_default=True, help="Last lines of each.")
-def logs(part: str | None, follow: bool, lines: int) -> None:
-    """Print the last lines that the processes of the local cluster have logged, or PART alone.
+def logs(name: str | None, follow: bool, lines: int) -> None:
+    """Print the last lines that the processes of the local cluster have logged, or NAME alone.
 
-    PART is its name, or the beginning of one (worker). The logs outlast the cluster, until the next one
-    starts. Elsewhere use journalctl -u 'tailrace-*', or docker compose logs.
+    NAME is that of a process, or the beginning of one (worker). The logs outlast the cluster, until the next
+    one starts. Elsewhere use journalctl -u 'tailrace-*', or docker compose logs.
     """
     folder = RunFolder.nearest().logs
     files = {file.name.removesuffix(_SUFFIX): file for file in sorted(folder.glob(f"*{_SUFFIX}"))}
@@ -35,21 +36,21 @@ def logs(part: str | None, follow: bool, lines: int) -> None:
             f"no logs in {folder}: no local cluster was started here (tailrace up starts one; {RUN_DIR_ENV} "
             "names another's .run folder)"
         )
-    exact = part is not None and part in files
+    exact = name is not None and name in files
     chosen = {
-        name: file
-        for name, file in files.items()
-        if part is None or name == part or (not exact and name.startswith(part))
+        process: file
+        for process, file in files.items()
+        if name is None or process == name or (not exact and process.startswith(name))
     }
     if not chosen:
-        raise CliError(f"no part {part!r}; there are {', '.join(files)}")
-    prefixes = {name: f"{name} | " if len(chosen) > 1 else "" for name in chosen}
-    read = {name: _print_new(file, 0, prefixes[name], lines) for name, file in chosen.items()}
+        raise CliError(f"no process {shown(name)}; there are {', '.join(files)}")
+    prefixes = {process: f"{process} | " if len(chosen) > 1 else "" for process in chosen}
+    read = {process: _print_new(file, 0, prefixes[process], lines) for process, file in chosen.items()}
     try:
         while follow:
             time.sleep(_POLL_S)
-            for name, file in chosen.items():
-                read[name] = _print_new(file, read[name], prefixes[name])
+            for process, file in chosen.items():
+                read[process] = _print_new(file, read[process], prefixes[process])
     except KeyboardInterrupt:
         return
 
@@ -57,7 +58,7 @@ def logs(part: str | None, follow: bool, lines: int) -> None:
 def _print_new(file: Path, begin: int, prefix: str, most: int | None = None) -> int:
     """Print the whole lines after the first `begin` bytes, or the last `most` of them; return where they end.
 
-    A file that has become shorter is another one, as its part has started again.
+    A file that has become shorter is another one, as its process has started again.
     """
     try:
         with file.open("rb") as stream:

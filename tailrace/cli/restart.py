@@ -1,4 +1,4 @@
-"""`tailrace restart`: restart parts of the local cluster, one after another."""
+"""`tailrace restart`: restart processes of the local cluster, one after another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from tailrace.bounded import shown
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
@@ -44,7 +45,7 @@ def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
             parts = find_parts(state)
             unknown = [name for name in names if name not in parts]
             if unknown:
-                raise CliError(f"no part {', '.join(unknown)}; there are {', '.join(parts)}")
+                raise CliError(f"no process {', '.join(map(shown, unknown))}; there are {', '.join(parts)}")
             asyncio.run(_restart(folder, state, names or tuple(parts), timeout_s))
     except (RunFolderBusy, RunFolderUnusable) as error:
         raise CliError(str(error)) from error

@@ -32,7 +32,7 @@ from tailrace.cli.fleet_file import (
     require_alone,
 )
 from tailrace.cli.line import TINY_ARGUMENTS, count, with_line
-from tailrace.cli.line_check import needs_vllm, refusal
+from tailrace.cli.line_check import loads_vllm, refusal
 from tailrace.cli.output import note
 from tailrace.cli.up_front import with_front
 from tailrace.fleet.hosts import control_hosts
@@ -131,7 +131,7 @@ def up(
         with folder.locked():
             state = _already_up(folder)
             if state is not None:
-                _require_same(state, click.get_current_context().meta[GIVEN])
+                _require_same(state, click.get_current_context())
                 note("tailrace up: already up")
             else:
                 state = _start(options, folder, source, host)
@@ -225,15 +225,35 @@ def _already_up(folder: RunFolder) -> RunState | None:
     return state
 
 
-def _require_same(state: RunState, given: Sequence[str]) -> None:
-    """Raise CliError if the running cluster was started with other words than `given`; without any, all
-    that is asked for is that it runs."""
-    if given and state.given is not None and sorted(given) != sorted(state.given):
-        started = shlex.join(["tailrace", "up", *state.given])
+def _require_same(state: RunState, context: click.Context) -> None:
+    """Raise CliError if the running cluster was started with other values than those of the command line;
+    without any on it, all that is asked for is that it runs."""
+    if not context.meta[GIVEN] or state.given is None:
+        return
+    try:
+        started = context.command.make_context(context.info_name, [*state.given])
+        same = _values(started) == _values(context)
+    except click.UsageError:
+        # It was started by a version with other options.
+        same = False
+    if not same:
+        started_by = shlex.join(["tailrace", "up", *state.given])
         raise CliError(
-            f"a cluster is already up, with other flags ({started}): tailrace down stops it; one of a "
+            f"a cluster is already up, with other flags ({started_by}): tailrace down stops it; one of a "
             "fleet.yaml is changed while it serves by tailrace apply"
         )
+
+
+def _values(context: click.Context) -> dict[str, object]:
+    """Return the values of a command line, defaults included, whatever the order of its flags."""
+    flags: list[list[str]] = []
+    for word in context.params["arguments"]:
+        if word.startswith("-") or not flags:
+            flags.append([*filter(None, word.partition("=")[::2])] if word.startswith("--") else [word])
+        else:
+            flags[-1].append(word)
+    assignments = sorted(context.params["assignments"])
+    return {**context.params, "arguments": sorted(flags), "assignments": assignments}
 
 
 def _start(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, host: str) -> RunState:
@@ -295,7 +315,7 @@ def _check_line(options: ClusterOptions) -> None:
     )
     if options == defaults:
         return
-    if needs_vllm(options):
+    if loads_vllm(options):
         note("tailrace up: checking the flags, for which vLLM is loaded")
     if problem := refusal(options):
         raise UsageProblem(problem)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from tailrace.address import MalformedAddress, is_ip, parse_address
+from tailrace.address import MalformedAddress, is_ip, not_ipv4, parse_address
 from tailrace.bounded import printable, read_regular, shown
 from tailrace.durations import in_seconds
 from tailrace.local.options import Bounds, ClusterOptions, Engine, Front
 from tailrace.policy.parameters import ParameterError, format_value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, load
-from tailrace.security.options import exposed
+from tailrace.security.options import exposed, is_loopback
 from tailrace.slo import read_objectives
 from tailrace.suggestion import did_you_mean
 from tailrace.yaml_errors import yaml_problem
@@ -38,10 +39,16 @@ MODELS_MAX: Final = 16
 
 Name = Annotated[str, Meta(pattern=_NAME)]
 Replicas = Annotated[int, Meta(ge=0, le=5_000)]
-Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$")]
+_QUANTITY: Final = r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$"
+Quantity = Annotated[str, Meta(pattern=_QUANTITY)]
 # A name of Kubernetes's objects.
-Class = Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")]
-Resource = Annotated[str, Meta(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
+_CLASS: Final = r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$"
+Class = Annotated[str, Meta(pattern=_CLASS)]
+_RESOURCE: Final = r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$"
+Resource = Annotated[str, Meta(pattern=_RESOURCE)]
+_REGISTRY: Final = r"^([A-Za-z0-9][A-Za-z0-9.:/_-]*)?$"
+_GATEWAY: Final = r"^(([a-z0-9][a-z0-9-]*/)?[a-z0-9][a-z0-9.-]*)?$"
+_VARIABLE: Final = r"^[A-Za-z_][A-Za-z0-9_]*$"
 Value = bool | int | float | str
 Objectives = dict[str, float | str]
 # A host name, or an IPv4 or IPv6 address: it is written into commands and rules.
@@ -52,9 +59,8 @@ _FIELDS: Final = {"host": "http", "model": "model", "model-tag": "model", "port"
 _HTTPS: Final = r"^(--)?ssl[-_]"
 # No process can get these, and no file can hold them.
 _UNWRITABLE: Final = re.compile("[\0\ud800-\udfff]")
-Flags = dict[
-    Annotated[str, Meta(pattern=r"^(--)?[A-Za-z][A-Za-z0-9_.+-]*$")], Value | list[Value] | dict[str, Any]
-]
+_FLAG: Final = r"^(--)?[A-Za-z][A-Za-z0-9_.+-]*$"
+Flags = dict[Annotated[str, Meta(pattern=_FLAG)], Value | list[Value] | dict[str, Any]]
 
 
 class FleetError(ValueError):
@@ -202,7 +208,7 @@ class Kubernetes(_Section, frozen=True):
     registry: Annotated[
         str,
         Meta(
-            pattern=r"^([A-Za-z0-9][A-Za-z0-9.:/_-]*)?$",
+            pattern=_REGISTRY,
             description="Where the images tailrace-control and tailrace-engine are, without the last slash.",
         ),
     ] = ""
@@ -259,7 +265,7 @@ class Kubernetes(_Section, frozen=True):
     gateway: Annotated[
         str,
         Meta(
-            pattern=r"^(([a-z0-9][a-z0-9-]*/)?[a-z0-9][a-z0-9.-]*)?$",
+            pattern=_GATEWAY,
             description="A Gateway, for an HTTPRoute: NAME, or NAMESPACE/NAME.",
         ),
     ] = ""
@@ -307,7 +313,7 @@ class Fleet(_Section, frozen=True):
     schedulers: Annotated[int, Meta(ge=1, le=5, description="Schedulers on one machine; one leads.")] = 1
     kubernetes: Kubernetes = Kubernetes()
     environment: Annotated[
-        dict[Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str],
+        dict[Annotated[str, Meta(pattern=_VARIABLE)], str],
         Meta(description="Environment of every process, such as HF_HOME or VLLM_..."),
     ] = {}
 
@@ -335,7 +341,11 @@ class Fleet(_Section, frozen=True):
         return read_objectives({name: str(value) for name, value in given.items()})
 
 
+_PLACED: Final = re.compile(r"(.*) - at (`key` in )?`\$(.*)`", re.DOTALL)
 _UNKNOWN_FIELD: Final = re.compile("Object contains unknown field `(.*)`")
+_NOT_ALLOWED: Final = re.compile("Invalid enum value (.*)")
+# What msgspec says of a field that is a section, with what else it may be.
+_SECTION_EXPECTED: Final = "Expected a mapping"
 _TYPES_NAMED: Final = re.compile("`[a-z]+(?: \\| [a-z]+)*`")
 _TYPES: Final = {
     "array": "a list",
@@ -345,6 +355,17 @@ _TYPES: Final = {
     "null": "nothing",
     "object": "a mapping",
     "str": "a text",
+}
+_ANY_VALUE: Final = {"bool", "float", "int", "str"}
+_RULES: Final = {
+    _NAME: "a name of 1 to 40 characters: a to z, 0 to 9, and - between them",
+    _QUANTITY: "a quantity of Kubernetes's, such as 500m or 32Gi",
+    _CLASS: "a name of Kubernetes's: a to z, 0 to 9, and . and - between them",
+    _RESOURCE: "a resource of Kubernetes's, such as nvidia.com/gpu",
+    _REGISTRY: "a registry's address, such as registry.example/llm",
+    _GATEWAY: "NAME or NAMESPACE/NAME",
+    _VARIABLE: "a variable's name: A to Z, a to z, 0 to 9 and _, no digit first",
+    _FLAG: "a flag's long name, such as max-model-len",
 }
 # Sections by their place, without numbers.
 _ANY_HOST: Final = "hosts[...]"
@@ -357,6 +378,15 @@ _SECTIONS: Final[Mapping[str, type[Struct]]] = {
     "models.policy": Policy,
     "models.autoscale": Autoscale,
     "policy": Policy,
+}
+
+
+# What a section is known by.
+_MAIN: Final[Mapping[type[Struct] | None, str]] = {
+    Autoscale: "max",
+    Host: "address",
+    Model: "model",
+    Policy: "name",
 }
 
 
@@ -424,34 +454,94 @@ class _Loader(yaml.SafeLoader):
 
 def _plain(problem: str, content: object) -> str:
     """Return msgspec's message with the field first, and in the file's words: `models[0].replicas: ...`."""
-    what, _, place = problem.partition(" - at `$")
-    place = place.rstrip("`").lstrip(".")
+    said = _PLACED.fullmatch(problem)
+    what, of_key, path = said.groups() if said else (problem, None, "")
+    path = path.removeprefix(".")
+    place, found = _place(path, content, problem)
+    key = shown(_faulty(content, found, problem)) if of_key else ""
+    kind = re.sub(r"\[\d+\]", "", path)
+    section = _SECTIONS.get(kind)
     if match := _UNKNOWN_FIELD.fullmatch(what):
-        section = _SECTIONS.get(re.sub(r"\[\d+\]", "", place))
         meant = did_you_mean(match[1], section.__struct_fields__) if section is not None else ""
         what = f"unknown field {shown(match[1])}{meant}"
+    elif match := _NOT_ALLOWED.fullmatch(what):
+        parent, _, field = kind.rpartition(".")
+        what = f"{match[1][:100]} is none of {', '.join(_allowed(get_type_hints(_SECTIONS[parent])[field]))}"
     else:
         what = what.replace("Object missing", "missing")
         what = _TYPES_NAMED.sub(lambda named: _typed(named[0]), what)
-    if place.startswith(_ANY_HOST):
-        place = f"hosts.{_faulty_host(content)}{place.removeprefix(_ANY_HOST)}"
-    return printable(": ".join(filter(None, [place, what])))
+        for pattern, rule in _RULES.items():
+            what = what.replace(f"a text matching regex {pattern!r}", rule)
+        value = _value(content, found)
+        if what.startswith(_SECTION_EXPECTED) and section in _MAIN and isinstance(value, (int, str)):
+            what += f" (write {{{_MAIN[section]}: {str(value)[:100]}}})"
+    return printable(": ".join(filter(None, [place, key, what])))
 
 
 def _typed(named: str) -> str:
     """Return types as a reader of YAML knows them."""
-    return " or ".join(_TYPES.get(each, each) for each in named.strip("`").split(" | "))
+    types = named.strip("`").split(" | ")
+    if {*types} >= _ANY_VALUE:
+        return "a value" if "array" in types else "a single value"
+    return " or ".join(_TYPES.get(each, each) for each in types)
 
 
-def _faulty_host(content: object) -> str:
-    """Return the first host that cannot be read: msgspec does not name the key of a mapping."""
-    hosts = content.get("hosts") if isinstance(content, dict) else None
-    for name, host in hosts.items() if isinstance(hosts, dict) else ():
+def _allowed(kind: Any) -> list[str]:
+    """Return the words that a type allows."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return [str(each.value) for each in kind]
+    if get_origin(kind) is Literal:
+        return [str(each) or "''" for each in get_args(kind)]
+    return [word for each in get_args(kind) for word in _allowed(each)]
+
+
+def _place(path: str, content: object, problem: str) -> tuple[str, list[Any]]:
+    """Return a place of msgspec's, and the keys and numbers that lead there.
+
+    msgspec writes [...] for the key of a mapping: it is the one with which the problem is the same.
+    """
+    place, found = "", list[Any]()
+    for step in re.findall(r"[^.\[\]]+|\.\.\.", path):
+        if step.isdecimal():
+            place += f"[{step}]"
+            found.append(int(step))
+            continue
+        name = _faulty(content, found, problem) if step == "..." else step
+        plain = re.fullmatch(r"[A-Za-z0-9_-]+", str(name))
+        place += f".{name}" if plain else f"[{shown(name)}]"
+        found.append(name)
+    return place.removeprefix("."), found
+
+
+def _faulty(content: object, found: list[Any], problem: str) -> object:
+    """Return the key of the mapping at a place that has the problem; None: there is none."""
+    mapping = _value(content, found)
+    for key, value in mapping.items() if isinstance(mapping, dict) else ():
         try:
-            msgspec.convert(host, Host)
-        except msgspec.ValidationError:
-            return str(name)
-    return ""
+            msgspec.convert(_replaced(content, found, {key: value}), Fleet)
+        except msgspec.ValidationError as error:
+            if str(error) == problem:
+                return key
+    return None
+
+
+def _value(content: Any, found: list[Any]) -> Any:
+    """Return the value at a place; None: there is none."""
+    for step in found:
+        if isinstance(content, list) and isinstance(step, int):
+            content = content[step]
+        else:
+            content = content.get(step) if isinstance(content, dict) else None
+    return content
+
+
+def _replaced(content: Any, found: list[Any], value: object) -> object:
+    """Return the content with another value at a place."""
+    if not found:
+        return value
+    copy = content.copy()
+    copy[found[0]] = _replaced(content[found[0]], found[1:], value)
+    return copy
 
 
 def _check(fleet: Fleet) -> None:
@@ -479,7 +569,8 @@ def _check(fleet: Fleet) -> None:
         try:
             parse_address(address)
         except MalformedAddress as error:
-            raise FleetError(f"{field}: {shown(address)} is not HOST:PORT {error}".rstrip()) from error
+            hint = f": {error}" if str(error) else " is not HOST:PORT"
+            raise FleetError(f"{field}: {shown(address)}{hint}") from error
     for at, each in enumerate(fleet.models):
         _check_flags(f"models[{at}]", each)
         _check_replicas(fleet, at, each)
@@ -577,10 +668,15 @@ def _check_hosts(fleet: Fleet) -> None:
         raise FleetError("etcd: name the hosts that run a member, or HOST:PORT of members of yours")
     addresses = [host.address for host in fleet.hosts.values()]
     for name, host in fleet.hosts.items():
-        if ":" in host.address and not is_ip(host.address):
-            raise FleetError(f"hosts.{name}.address: {shown(host.address)}: without a port, please")
-        if not re.match(_ADDRESS, host.address):
-            raise FleetError(f"hosts.{name}.address: {shown(host.address)} is neither a name nor an address")
+        field = f"hosts.{name}.address: {shown(host.address)}"
+        if host.address.count(":") == 1:
+            raise FleetError(f"{field}: without a port, please")
+        if not re.match(_ADDRESS, host.address) or (":" in host.address and not is_ip(host.address)):
+            raise FleetError(f"{field} is neither a name nor an address (IPv6 without brackets)")
+        if not_ipv4(host.address):
+            raise FleetError(f"{field} is no IPv4 address")
+        if len(addresses) > 1 and (is_loopback(f"{host.address}:1") or host.address in ("0.0.0.0", "::")):
+            raise FleetError(f"{field}: the other hosts do not reach it by that")
         if addresses.count(host.address) > 1:
             raise FleetError(f"hosts.{name}.address: {host.address} is there twice")
     if not (fleet.tls or fleet.insecure):

@@ -73,7 +73,8 @@ ANYWHERE: Final = Installation(["tailrace"], "etcd", "", "")
 def replicas(fleet: Fleet, options: ClusterOptions) -> list[dict[str, int]]:
     """Return the number of each model's instances on each host.
 
-    Raise FleetError if GPUs are too few, or the ports of a host for its instances.
+    Raise FleetError if GPUs are too few, or the ports of a host for its instances. Instances of the only
+    model may share GPUs, if its flags say how much of their memory each takes.
     """
     models, several = options.models, len(fleet.models) > 1
     free = {name: host.gpus for name, host in fleet.hosts.items()}
@@ -85,7 +86,7 @@ def replicas(fleet: Fleet, options: ClusterOptions) -> list[dict[str, int]]:
         sharing = 1 if kinds[at] else len(order) - done
         shares = {name: gpus // sharing for name, gpus in free.items()}
         spread[at] = _spread(fleet, at, models[at], shares)
-        if several and models[at].engine is Engine.VLLM:
+        if models[at].engine is Engine.VLLM:
             free = {name: gpus - spread[at][name] * models[at].ranks for name, gpus in free.items()}
     for name, host in fleet.hosts.items():
         total = 0
@@ -96,11 +97,22 @@ def replicas(fleet: Fleet, options: ClusterOptions) -> list[dict[str, int]]:
                     f"models[{at}].replicas: {total} of them would be on host {name}, "
                     f"which has ports for {WORKERS_MAX}"
                 )
-        if several and host.gpus and free[name] < 0:
+        if not host.gpus or free[name] >= 0:
+            continue
+        taken = host.gpus - free[name]
+        if several:
             last = max(at for at in order if spread[at][name] and models[at].engine is Engine.VLLM)
             raise FleetError(
                 f"models[{last}].replicas: host {name} has {host.gpus} GPUs, and with it the models' "
-                f"instances there take {host.gpus - free[name]}: say how many are on which host"
+                f"instances there take {taken}: say how many are on which host"
+            )
+        # Those that share a GPU (tailrace/local/plan.py) have so much less memory that it has to be meant.
+        if models[0].ranks > host.gpus or not models[0].line.last("gpu_memory_utilization"):
+            fits = host.gpus // models[0].ranks
+            raise FleetError(
+                f"models[0].replicas: host {name} has {host.gpus} GPUs, and its instances take {taken}: "
+                f"at most {fits}"
+                + (", or with gpu-memory-utilization in flags they share them" if fits else "")
             )
     return spread
 

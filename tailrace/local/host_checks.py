@@ -251,7 +251,8 @@ def _keys(host: Host) -> Iterator[Finding]:
         keys = read_keys(host.api_keys)
         problem = readers_problem(host.api_keys)
     except (KeyFileUnusable, OSError) as error:
-        yield Finding("API keys", Verdict.PROBLEM, str(error), "tailrace keys make writes such a file")
+        detail, _, mend = str(error).partition("; ")
+        yield Finding("API keys", Verdict.PROBLEM, detail, mend or "make it a readable file, or name another")
         return
     if problem:
         yield Finding("API keys", Verdict.NOTE, problem, "chgrp it to the front end's group")

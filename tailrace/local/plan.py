@@ -61,9 +61,13 @@ class PartSpec:
     scaled: bool = False
 
     def option(self, flag: str) -> str:
-        """Return the value of a flag of its command; empty if it has none."""
-        command = list(self.command)
-        return command[command.index(flag) + 1] if flag in command else ""
+        """Return the value of a flag of its command, given as one word or two; empty if it has none."""
+        for at, word in enumerate(self.command):
+            if word == flag:
+                return self.command[at + 1]
+            if word.startswith(f"{flag}="):
+                return word.partition("=")[2]
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

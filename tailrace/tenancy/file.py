@@ -74,12 +74,18 @@ class KeyFile:
 
 def read_keys(path: Path) -> TenantKeys:
     """Read the file. Raise KeyFileUnusable."""
+    makes = f"tailrace keys make TENANT --file {path}"
     try:
         return msgspec.json.decode(read_regular(path), type=TenantKeys)
+    except FileNotFoundError as error:
+        raise KeyFileUnusable(f"{path}: {error.strerror}; {makes} makes one") from error
     except OSError as error:
         raise KeyFileUnusable(f"{path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise KeyFileUnusable(f"{path}: {error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise KeyFileUnusable(
+            f"{path}: no usable file of API keys ({error}); restore a copy of it, or remove it: "
+            f"{makes} then makes one with new keys"
+        ) from error
 
 
 def readers_problem(path: Path) -> str:

@@ -11,21 +11,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from tailrace.cli.main import main
+from tailrace.local import state
 from tailrace.local.host_checks import Host, Verdict, check_host
+from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.requirements import gpu_bytes
+from tailrace.local.state import Part, RunFolder, RunState, identify
 from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
 from tailrace.tiny import MODEL_PATH
 from tailrace.v1 import admin_pb2, types_pb2
 from tests.cli.conftest import Run
-from tests.cli.scripted_admin import Script
+from tests.cli.scripted_admin import Script, serving
 from tests.waiting import WAIT_S
 
 _BEHIND_S = 3_600.0
@@ -141,6 +146,60 @@ def test_what_is_wrong_with_a_fleet(run: Run, script: Script) -> None:
     assert found["policy mine"]["detail"] == "place: KeyError"
     assert found["scheduler s"]["verdict"] == "note" and "Prometheus" in found["scheduler s"]["detail"]
     assert found["monitor"]["mend"] in run("doctor").stdout
+
+
+def part(name: str, tier: Tier, pid: int, *command: str, members: Sequence[str] = ()) -> Part:
+    """Return a process of this folder's cluster, and its log."""
+    spec = PartSpec(name, tier, command, "127.0.0.1:1", members=members)
+    identity = identify(pid) if pid else state.Identity(1, 0, "a boot of the past")
+    return Part(name=name, tier=tier, identity=identity, log=f"{name}.log", spec=spec)
+
+
+def doctor_of(folder: Path, monkeypatch: pytest.MonkeyPatch, local: RunState) -> dict[str, dict[str, str]]:
+    """Return what doctor finds beside a local cluster, by subject."""
+    monkeypatch.setenv("TAILRACE_RUN_DIR", str(folder))
+    RunFolder(folder).write(local)
+    result = CliRunner().invoke(main, ["doctor", "-o", "json"])
+    return {each["subject"]: each for each in json.loads(result.stdout)["findings"]}
+
+
+def test_one_finding_for_a_worker_that_has_ended(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for instance in script.instances:
+        instance.state = types_pb2.INSTANCE_STATE_SUSPECT
+    parts = [part("w", Tier.WORKER, 0, "tailrace", "serve", "worker", members=["worker-0"])]
+    parts.append(part("monitor", Tier.CONTROL, 0, "tailrace", "serve", "monitor"))
+    with serving(script) as address:
+        found = doctor_of(tmp_path, monkeypatch, RunState(parts=parts, admin=address, http="http://a:1"))
+    assert found["w"]["mend"] == "tailrace restart w; w.log may say why"
+    assert found["monitor"]["detail"] == "it has ended"
+    assert not found.keys() & {"instance worker-0"} and found["instances"]["verdict"] == "ok"
+    # Of that one, the cause is another.
+    assert found["instance worker-1"]["detail"] == "suspect" and found["migration"]["detail"] == "none leads"
+
+
+@pytest.mark.parametrize("flag", [["--api-keys=k"], ["--api-keys", "k"]])
+def test_the_keys_of_the_cluster_that_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("k").write_text("garbage")
+    (tmp_path / "below").mkdir()
+    edge = part("edge", Tier.EDGE, os.getpid(), "tailrace", "serve", "edge", *flag)
+    local = RunState(parts=[edge], admin="127.0.0.1:1", http="http://a:1")
+    found = doctor_of(tmp_path / "below", monkeypatch, local)["API keys"]
+    assert found["detail"].startswith(f"{tmp_path}/k: no usable file of API keys (")
+    assert "restore a copy of it" in found["mend"] and f"--file {tmp_path}/k" in found["mend"]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_scheduler_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool) -> None:
+    parts = [part("scheduler", Tier.CONTROL, os.getpid() * alive, "tailrace", "serve", "scheduler")]
+    local = RunState(parts=parts, admin="127.0.0.1:1", http="http://a:1")
+    found = doctor_of(tmp_path, monkeypatch, local)
+    assert ("scheduler" in found, "fleet" in found) == (not alive, alive)
+    assert not alive or found["fleet"]["mend"] == "tailrace logs scheduler may say why"
 
 
 def test_an_unreachable_fleet(tmp_path: Path) -> None:

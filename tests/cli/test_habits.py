@@ -126,7 +126,7 @@ def test_logs_of_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "logs" / "worker-10.log").write_text("ten\n")
     assert invoke("logs", "worker-1") == (0, "other\n")
     code, output = invoke("logs", "frontend")
-    assert code == 1 and "no part 'frontend'; there are worker-0, worker-1, worker-10" in output
+    assert code == 1 and "no process 'frontend'; there are worker-0, worker-1, worker-10" in output
 
 
 def test_top_ends_with_q(script: Script) -> None:

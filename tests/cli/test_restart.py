@@ -52,7 +52,7 @@ def test_restart_of_an_unknown_part_is_an_error(here: WorkingFolder) -> None:
         here.folder.write(RunState(http="http://127.0.0.1:1", admin="127.0.0.1:1", parts=[part]))
     result = restart("worker-1")
     assert result.exit_code == 1
-    assert "no part worker-1; there are worker-0" in result.stderr
+    assert "no process 'worker-1'; there are worker-0" in result.stderr
     # State written by a version that did not record the start command.
     result = restart("worker-0")
     assert result.exit_code == 1

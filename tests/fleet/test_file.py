@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.cli.main import main
 from tailrace.fleet.file import FleetError, Model, json_schema, read_fleet, to_yaml
 from tailrace.local.options import Bounds, OwnCluster
 from tests.fleet.files import MODEL, ONE_MACHINE, TWO_HOSTS, changed, read, write
@@ -32,9 +34,18 @@ from tests.waiting import WAIT_S
         ("models.0.frontends", {"c": 1}, "models[0].frontends: 'c' is none of the hosts (a, b)"),
         ("models.0.http", "8000", "models[0].http: '8000' is not HOST:PORT"),
         ("models.0.front", "both", "models[0].front: both: on one machine only; python, or rust"),
-        ("models.0.engine", "vlmm", "models[0].engine: Invalid enum value 'vlmm'"),
+        ("models.0.engine", "vlmm", "models[0].engine: 'vlmm' is none of vllm, simulated"),
         ("hosts.b.address", "10.0.0.1", "hosts.a.address: 10.0.0.1 is there twice"),
         ("hosts.b.address", "10.0.0.2:22", "hosts.b.address: '10.0.0.2:22': without a port, please"),
+        ("hosts.b.address", "10.0.0.999", "hosts.b.address: '10.0.0.999' is no IPv4 address"),
+        ("hosts.b.address", "10.0.0", "hosts.b.address: '10.0.0' is no IPv4 address"),
+        ("hosts.b.address", "fd00::1::2", "hosts.b.address: 'fd00::1::2' is neither a name nor an address"),
+        ("hosts.b.address", "[fd00::1]", "hosts.b.address: '[fd00::1]' is neither a name nor an address"),
+        ("hosts.b.address", "localhost", "hosts.b.address: 'localhost': the other hosts do not reach it"),
+        ("hosts.b.address", "0.0.0.0", "hosts.b.address: '0.0.0.0': the other hosts do not reach it"),
+        ("models.0.http", "1.2.3.999:80", "models[0].http: '1.2.3.999:80': 1.2.3.999 is no IPv4 address"),
+        ("models.0.http", "a:99999", "models[0].http: 'a:99999': port 99999 is not from 1 to 65535"),
+        ("etcd", ["10.0.0.9:0"], "etcd: '10.0.0.9:0': port 0 is not from 1 to 65535"),
         ("hosts.b.gpus", -1, "hosts.b.gpus: Expected a whole number >= 0"),
         ("hosts.b.adress", "x", "hosts.b: unknown field 'adress' (did you mean 'address'?)"),
         ("policy.nmae", "x", "policy: unknown field 'nmae' (did you mean 'name'?)"),
@@ -53,11 +64,31 @@ from tests.waiting import WAIT_S
         ),
         ("slo", {"ttft": "soon"}, "slo: slo, parameter 'ttft': 'soon' is not allowed"),
         ("slo", {"ttfb": 1}, "slo: slo has no parameter 'ttfb'"),
-        ("cluster", "A B", "cluster: Expected a text matching regex"),
-        ("environment", {"A B": "x"}, "Expected a text matching regex"),
+        ("cluster", "A B", "cluster: Expected a name of 1 to 40 characters"),
+        ("environment", {"A B": "x"}, "environment: 'A B': Expected a variable's name"),
+        ("environment", {"A": "x", "B": 1}, "environment.B: Expected a text, got a whole number"),
+        (
+            "hosts",
+            {"b/../x": {"address": "x"}},
+            "hosts: 'b/../x': Expected a name of 1 to 40 characters: a to z",
+        ),
+        ("models.0.replicas", {"B_1": 1}, "models[0].replicas: 'B_1': Expected a name of 1 to 40 characters"),
+        (
+            "models.0.flags",
+            {"a": 1, "max-model-len": None},
+            "models[0].flags.max-model-len: Expected a value",
+        ),
+        ("models.0.flags", {"a.b": [{}]}, "models[0].flags['a.b'][0]: Expected a single value"),
+        ("models.0.flags", {"a": {1: 2}}, "models[0].flags.a: '1': Expected a text, got a whole number"),
+        ("models.0.front", "node", "models[0].front: 'node' is none of auto, both, python, rust"),
+        ("models.0.front", "x - at `$a[...]`", "models[0].front: 'x - at `$a[...]`' is none of auto, "),
+        ("kubernetes", {"etcd": 2}, "kubernetes.etcd: 2 is none of 1, 3, 5"),
+        ("kubernetes", {"gpu": "x"}, "kubernetes.gpu: Expected a resource of Kubernetes's, such as nvidia"),
+        ("policy", "pascal", "policy: Expected a mapping, got a text (write {name: pascal})"),
+        ("hosts.b", "10.0.0.2", "hosts.b: Expected a mapping, got a text (write {address: 10.0.0.2})"),
         ("traces", "monitr", "traces: 'monitr' is not monitor, none or http://HOST:PORT"),
         ("hosts.b.address", "$(reboot)", "hosts.b.address: '$(reboot)' is neither a name nor an address"),
-        ("models.0.flags", {"-tp": 2}, "Expected a text matching regex"),
+        ("models.0.flags", {"-tp": 2}, "models[0].flags: '-tp': Expected a flag's long name"),
         ("models.0.flags", {"port": 9000}, "models[0].flags: port: models[0].http says it"),
         ("models.0.replicas", 0, "models[0].replicas: at least 1; none at the start needs autoscale"),
         ("models.0.autoscale", {"max": 2}, "models[0].autoscale: on several hosts nobody starts instances"),
@@ -79,6 +110,15 @@ def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, messag
     with pytest.raises(FleetError) as caught:
         read_fleet(path)
     assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(("http", "noted"), [("127.0.0.1:80", True), ("0.0.0.0:80", False)])
+def test_loopback_on_several_hosts_is_noted(tmp_path: Path, http: str, noted: bool) -> None:
+    model = {"model": "org/model", "engine": "simulated", "http": http}
+    file = write(tmp_path, changed(TWO_HOSTS, "models", [model]))
+    result = CliRunner().invoke(main, ["config", "check", "-f", str(file)])
+    assert result.exit_code == 0
+    assert ("models[0].http: 127.0.0.1:80 is reached from its own host alone" in result.stderr) is noted
 
 
 @pytest.mark.parametrize(
@@ -144,6 +184,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(FleetError, match=r"fleet\.yaml: ") as caught:
         read_fleet(write(tmp_path, text))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\x7fELF\0\1", b"\xff\xfesss", bytes(range(256))])
+def test_a_file_that_is_no_text(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_bytes(content)
+    with pytest.raises(FleetError, match=r"fleet\.yaml: not YAML in UTF-8 \(position [0-9]+\)$"):
+        read_fleet(path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

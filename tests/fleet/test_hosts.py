@@ -107,11 +107,44 @@ def test_instances_are_spread(tmp_path: Path, given: Any, ranks: int, expected: 
 
 
 def test_more_instances_than_a_host_has_ports_for(tmp_path: Path) -> None:
-    file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.replicas", 120))
+    # They share GPUs.
+    shared = changed(TWO_HOSTS, "models.0.flags.gpu-memory-utilization", 0.04)
+    file, options = read(tmp_path, changed(shared, "models.0.replicas", 120))
     assert replicas(file.fleet, options) == [{"a": 80, "b": 40}]
-    file, options = read(tmp_path, changed(TWO_HOSTS, "models.0.replicas", 123))
+    file, options = read(tmp_path, changed(shared, "models.0.replicas", 123))
     with pytest.raises(FleetError, match=r"replicas: 82 of them would be on host a, which has ports for 80"):
         replicas(file.fleet, options)
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "message"),
+    [
+        (
+            {"a": 5},
+            {},
+            "host a has 4 GPUs, and its instances take 5: at most 4, or with gpu-memory-utilization",
+        ),
+        ({"a": 3}, {"tensor-parallel-size": 2}, "host a has 4 GPUs, and its instances take 6: at most 2, or"),
+        ({"b": 1}, {"pipeline-parallel-size": 4}, "host b has 2 GPUs, and its instances take 4: at most 0"),
+        ({"b": 1}, {"pipeline-parallel-size": 4, "gpu-memory-utilization": 0.1}, "host b has 2 GPUs"),
+        (7, {}, "host a has 4 GPUs, and its instances take 5"),
+        ({"a": 5}, {"gpu-memory-utilization": 0.4}, ""),
+    ],
+)
+def test_more_instances_than_gpus(tmp_path: Path, given: Any, flags: dict[str, Any], message: str) -> None:
+    content = changed(changed(TWO_HOSTS, "models.0.flags", flags), "models.0.replicas", given)
+    file, options = read(tmp_path, content)
+    if message:
+        with pytest.raises(FleetError) as caught:
+            replicas(file.fleet, options)
+        assert str(caught.value).startswith(f"models[0].replicas: {message}")
+    else:
+        assert replicas(file.fleet, options) == [{"a": 5, "b": 0}]
+    # How many GPUs there are is not stated.
+    for place, value in (("hosts.a.gpus", 0), ("hosts.b.gpus", 0)):
+        content = changed(content, place, value)
+    file, options = read(tmp_path, content)
+    assert replicas(file.fleet, options)
 
 
 def test_an_instance_that_is_too_large(tmp_path: Path) -> None:

@@ -18,7 +18,23 @@ def test_an_ipv6_address_needs_brackets(host: ipaddress.IPv6Address, port: int) 
         parse_address(f"{host}:{port}")
 
 
-@pytest.mark.parametrize("text", ["", "a", ":1", "a:", "a:-1", "a:65536", "a:0", "a:²", "a:1 "])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a",
+        ":1",
+        "a:",
+        "a:-1",
+        "a:65536",
+        "a:0",
+        "a:²",
+        "a:1 ",
+        "a:" + "9" * 9_999,
+        "10.0.0.256:1",
+        "1.2.3:1",
+    ],
+)
 def test_anything_else_is_malformed(text: str) -> None:
     with pytest.raises(MalformedAddress):
         parse_address(text)

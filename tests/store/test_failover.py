@@ -375,8 +375,9 @@ def test_endpoints_are_parsed(text: str, target: str) -> None:
         ("http://a:2379", "without http://"),
         ("::1:2379", "in brackets"),
         ("[a]:2379", "not an IPv6 address"),
-        ("a:0", "HOST:PORT expected"),
-        ("a:70000", "HOST:PORT expected"),
+        ("a", "HOST:PORT expected"),
+        ("a:0", "port 0 is not from 1 to 65535"),
+        ("10.0.0.999:1", "10.0.0.999 is no IPv4 address"),
     ],
 )
 def test_invalid_endpoints_are_errors_with_a_reason(text: str, message: str) -> None:

@@ -135,12 +135,23 @@ def test_running_front_end_follows_the_key_file(file: Path) -> None:
     assert keys.index().holder(second) is not None
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"tenants": [{"name": "a", "rate": 3}]}'])
-def test_damaged_key_file_is_named(file: Path, content: str) -> None:
-    file.write_text(content)
-    with pytest.raises(KeyFileUnusable, match=r"keys\.json"):
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"tenants": [{"name": "a", "rate": 3}]}', b'{"keys": [{"key_id": "\xff"}]}']
+)
+def test_damaged_key_file_is_named(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    with pytest.raises(KeyFileUnusable, match=r"keys\.json: no usable file of API keys \("):
         KeyFile(file)
-    assert run(file, "list").exit_code == 1
+    for command in (["list"], ["make", "a"], ["revoke", "a"]):
+        result = run(file, *command)
+        assert result.exit_code == 1
+        assert f"restore a copy of it, or remove it: tailrace keys make TENANT --file {file}" in result.stderr
+
+
+def test_a_key_file_that_is_not_there(file: Path) -> None:
+    result = run(file, "list")
+    assert result.exit_code == 1
+    assert f"No such file or directory; tailrace keys make TENANT --file {file} makes one" in result.stderr
 
 
 @pytest.mark.parametrize(
