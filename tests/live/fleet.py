@@ -19,7 +19,6 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend_svc.admission import AdmissionFlag
 from frontend_svc.engine import FleetEngine
 from frontend_svc.settings import Settings as FrontSettings
 from migration_svc import main as migration_main
@@ -232,7 +231,6 @@ async def open_fleet(
             ),
             members,
             channels,
-            AdmissionFlag(sockets / "admission"),
             sockets,
             CollectorRegistry(),
             None,
