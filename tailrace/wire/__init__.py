@@ -11,7 +11,6 @@ from tailrace.wire.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
-    abort_outputs,
     detach_buffers,
     encode_outputs,
     error_outputs,
@@ -26,10 +25,8 @@ from tailrace.wire.outputs import (
 )
 from tailrace.wire.readable import check_outputs
 from tailrace.wire.ready import (
-    ENGINE_CORE_DEAD,
     ENGINE_IDENTITY,
     ReadyResponse,
-    is_dead,
     read_ready,
     write_ready,
 )
@@ -52,7 +49,6 @@ from tailrace.wire.requests import (
 )
 
 __all__ = [
-    "ENGINE_CORE_DEAD",
     "ENGINE_IDENTITY",
     "NIL",
     "EngineCoreOutput",
@@ -65,14 +61,12 @@ __all__ = [
     "RequestType",
     "SamplingParams",
     "UtilityCall",
-    "abort_outputs",
     "check_outputs",
     "detach_buffers",
     "encode_outputs",
     "error_outputs",
     "filter_outputs",
     "for_engines",
-    "is_dead",
     "pace_in",
     "read_abort",
     "read_full_request",
