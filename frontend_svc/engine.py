@@ -50,8 +50,9 @@ from tailrace.service.channels import Channels
 from tailrace.service.tasks import first_ended, supervised
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
-from tailrace.wire import UtilityCall, stats_outputs
+from tailrace.wire.outputs import stats_outputs
 from tailrace.wire.ready import read_ready
+from tailrace.wire.requests import UtilityCall
 
 log = logging.getLogger(__name__)
 

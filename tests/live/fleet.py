@@ -36,7 +36,7 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
-from tailrace.wire import SamplingParams
+from tailrace.wire.requests import SamplingParams
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.harness.controlled import in_effect
 from tests.waiting import WAIT_S
