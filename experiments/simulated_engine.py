@@ -14,7 +14,7 @@ import click
 import msgspec
 import uvloop
 
-from tailrace import wire
+from tailrace.wire.requests import read_request
 from worker_agent.engine.base import Frames, RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedSettings
 
@@ -97,7 +97,7 @@ async def _run(engines: int, streams: int, prompt_tokens: int, output_tokens: in
 def main(engines: int, streams: int, prompt_tokens: int, output_tokens: int, speed: float) -> None:
     """Measure the simulated engine."""
     # Check that the messages can be read.
-    wire.read_request(request_frames("check", [1], 1))
+    read_request(request_frames("check", [1], 1))
     uvloop.run(_run(engines, streams, prompt_tokens, output_tokens, speed))
 
 

@@ -26,8 +26,8 @@ from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.host_pool import SwapMetadata
-from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.profiling.probes import Probes
+from worker_agent.settings import EngineOptions
 
 _KV_BLOCKS: Final = 220
 _HOST_BYTES: Final = 256 << 20
@@ -138,11 +138,11 @@ class _StepTimer:
 
 async def measure() -> tuple[SwapCost, int]:
     """Run the engine; return the cost, and the bytes of a block."""
-    settings = VllmSettings(
+    settings = EngineOptions(
         model=str(MODEL_PATH),
         kv_blocks=_KV_BLOCKS,
         host_kv_bytes=_HOST_BYTES,
-        engine_args={"dtype": "float32", "max_num_seqs": 64, "max_model_len": _MAX_LEN},
+        arguments={"dtype": "float32", "max_num_seqs": 64, "max_model_len": _MAX_LEN},
     )
     engine = VllmEngine(settings)
     probes = Probes(_NullSink(), time.monotonic)

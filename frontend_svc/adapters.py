@@ -29,7 +29,7 @@ from tailrace.telemetry.incidents import (
     loop_named,
     shown,
 )
-from tailrace.wire import UtilityCall, utility_failure, utility_result
+from tailrace.wire.requests import UtilityCall, utility_failure, utility_result
 
 log = logging.getLogger(__name__)
 

@@ -50,8 +50,9 @@ from tailrace.service.channels import Channels
 from tailrace.service.tasks import first_ended, supervised
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
-from tailrace.wire import UtilityCall, stats_outputs
+from tailrace.wire.outputs import stats_outputs
 from tailrace.wire.ready import read_ready
+from tailrace.wire.requests import UtilityCall
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,6 @@ class FleetEngine:
         settings: Settings,
         members: Members,
         channels: Channels,
-        admission: AdmissionFlag,
         ipc_folder: Path,
         registry: CollectorRegistry,
         traces: RequestTraces | None,
@@ -97,14 +97,16 @@ class FleetEngine:
         `served`: see ModelFleet; `answers`: None if no answers are kept; `adapters`: None
         if those that users load are not shared; `tenants`: see Requests. `on_models(keys)` is called with the
         keys of the models that the front end is connected to whenever they may have changed. `ipc_folder`
-        holds the API server's ROUTER (`in`) and PULL (`out`) sockets.
+        holds what an API server needs: its ROUTER (`in`) and PULL (`out`) sockets, and the admission state.
         """
+        self.ipc_folder = ipc_folder
+        self.admission = AdmissionFlag(ipc_folder / "admission")
+        self.adapters = adapters
         self.fleet = ModelFleet(members, served)
         self._max_streams = settings.limits.max_streams
         self._on_models = on_models
-        self._shared_adapters = adapters
         self._on_demand = on_demand = settings.wait_limits.instance_s > 0.0
-        self._gate = AdmissionGate(admission, settings.wait_limits.place_s, on_demand)
+        self._gate = AdmissionGate(self.admission, settings.wait_limits.place_s, on_demand)
         self._stuck = asyncio.Event()
         self._expects_api_server = asyncio.Event()
         if not settings.on_demand:
@@ -214,8 +216,8 @@ class FleetEngine:
         """Answer a call of an engine-core method, by an output message."""
         if self.outputs.handle_call(call):
             return
-        if self._shared_adapters is not None and call.method in ADAPTER_CALLS:
-            self._shared_adapters.handle_call(call, self.outputs.reply)
+        if self.adapters is not None and call.method in ADAPTER_CALLS:
+            self.adapters.handle_call(call, self.outputs.reply)
         else:
             self._utilities.call(call, frames)
 

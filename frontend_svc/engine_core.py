@@ -16,7 +16,8 @@ from typing import Final
 
 from tailrace.service.sockets import SocketWriter
 from tailrace.telemetry.incidents import unreadable
-from tailrace.wire import ENGINE_IDENTITY, RequestType, UtilityCall, read_abort, read_utility
+from tailrace.wire.ready import ENGINE_IDENTITY
+from tailrace.wire.requests import RequestType, UtilityCall, read_abort, read_utility
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
-from frontend_svc.adapters import SharedAdapters
-from frontend_svc.admission import AdmissionFlag, Readiness
-from frontend_svc.answers.coordinator import AnswerCoordinator
+from frontend_svc.admission import Readiness
 from frontend_svc.api_server.launch import python_launch, rust_launch
 from frontend_svc.api_server.sockets import (
     EngineSockets,
@@ -26,16 +23,10 @@ from frontend_svc.api_server.sockets import (
 )
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, ApiServerSpec, Launch
 from frontend_svc.engine import FleetEngine
-from frontend_svc.fleet import ServedModel
-from frontend_svc.observer import RequestTraces
 from frontend_svc.settings import Front, Settings
-from frontend_svc.tenants import TenantUsage
 from tailrace.address import format_address
-from tailrace.members import Members
 from tailrace.records import ServiceRecord
-from tailrace.service.channels import Channels
 from tailrace.service.child import Child
-from tailrace.service.private_folder import private_folder
 from tailrace.service.runtime import Shutdown
 from tailrace.service.tasks import first_ended, supervised
 from tailrace.store.client import StoreUnavailable
@@ -63,58 +54,30 @@ class ArgumentsRefused(ApiServerExited):
 
 async def run_front_end(
     settings: Settings,
-    members: Members,
-    channels: Channels,
+    engine: FleetEngine,
     http: socket.socket,
-    registry: CollectorRegistry,
-    traces: RequestTraces | None,
-    served: ServedModel | None,
     set_serving: Callable[[bool], Awaitable[None]],
     readiness: Readiness,
     shutdown: Shutdown,
-    on_models: Callable[[frozenset[str]], None] = lambda models: None,
-    answers: AnswerCoordinator | None = None,
-    adapters: SharedAdapters | None = None,
-    on_woken: Callable[[], None] = lambda: None,
-    tenants: TenantUsage | None = None,
+    on_woken: Callable[[], None],
 ) -> None:
     """Serve until cancelled.
 
     `set_serving(True)` is awaited once users can connect, `set_serving(False)` when the drain begins: nothing
     new is accepted, and streams have `settings.drain_timeout_s` to finish. `readiness` is kept up to date.
-    `on_models`, `answers`, `adapters` and `tenants`: see FleetEngine. `on_woken()` is called once an API
-    server that was started on demand answers.
+    `on_woken()` is called once an API server that was started on demand answers.
 
     Raise ApiServerExited, ApiServerStuck or OSError; none of them leaves a process behind.
     """
+    readiness.admission = engine.admission
+    readiness.context_tokens = lambda: engine.context_tokens
     with ExitStack() as stack:
-        folder = settings.ipc_folder
-        if folder is None:
-            folder = stack.enter_context(private_folder("frontend"))
-        readiness.admission = admission = AdmissionFlag(folder / "admission")
-        adapters_path = None if adapters is None else adapters.follow(folder / "adapters")
         api_server: _ApiServer | None = None
         if settings.front is not Front.NONE:
-            sockets = stack.enter_context(EngineSockets.bind(folder))
-            launch = _launch(settings, http, sockets, admission.path, adapters_path)
-            api_server = _ApiServer(http, sockets, launch)
+            sockets = stack.enter_context(EngineSockets.bind(engine.ipc_folder))
+            api_server = _ApiServer(http, sockets, _launch(settings, engine, http, sockets))
             if not settings.on_demand:
                 await api_server.start()
-        engine = FleetEngine(
-            settings,
-            members,
-            channels,
-            admission,
-            folder,
-            registry,
-            traces,
-            served,
-            on_models,
-            answers,
-            adapters,
-            tenants,
-        )
-        readiness.context_tokens = lambda: engine.context_tokens
         drain = _Drain(settings, http, api_server, engine, set_serving, readiness)
         try:
             with shutdown.draining(drain.run, settings.drain_timeout_s + _MARGIN_S):
@@ -206,9 +169,7 @@ class _Drain:
             await self._api_server.child.finish(_FAREWELL_S)
 
 
-def _launch(
-    settings: Settings, http: socket.socket, sockets: EngineSockets, admission: Path, adapters: Path | None
-) -> Launch:
+def _launch(settings: Settings, engine: FleetEngine, http: socket.socket, sockets: EngineSockets) -> Launch:
     spec = ApiServerSpec(
         http_address=format_address(*http.getsockname()[:2]),
         model=settings.model,
@@ -219,11 +180,11 @@ def _launch(
         limits=settings.body_limits,
         sends_tenants=settings.limits.fair_backlog_tokens > 0,
         keeps_answers=settings.keep_answers_s > 0,
-        adapters=adapters,
+        adapters=None if engine.adapters is None else engine.adapters.follow(engine.ipc_folder / "adapters"),
     )
     if settings.front is Front.RUST:
         return rust_launch(spec, http, sockets, settings.vllm_rs or Path())
-    return python_launch(spec, http, sockets, admission)
+    return python_launch(spec, http, sockets, engine.admission.path)
 
 
 async def _keep(api_server: _ApiServer, engine: FleetEngine, on_woken: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ from frontend_svc.api_server.launch import flags_to_json
 from frontend_svc.api_server.middleware import READY_PATH, unready_body
 from frontend_svc.api_server.sockets import bind_http, split_address
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED, BodyLimits, ConnectionLimits
-from frontend_svc.engine import ApiServerStuck
+from frontend_svc.engine import ApiServerStuck, FleetEngine
 from frontend_svc.fleet import ServedModel
 from frontend_svc.front_end import Announcer, ApiServerExited, ArgumentsRefused, run_front_end
 from frontend_svc.observer import RequestTraces
@@ -39,6 +39,7 @@ from tailrace.model_identity import identify_model
 from tailrace.security.options import exposed
 from tailrace.service import vllm_rs
 from tailrace.service.options import CommonOptions, common_options
+from tailrace.service.private_folder import private_folder
 from tailrace.service.runtime import Shutdown, open_service, run_service
 from tailrace.service.server import serve_grpc
 from tailrace.service.settings import options_of, settings_options
@@ -198,24 +199,22 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
                 scheme = "https" if "ssl_certfile" in settings.line.flags else "http"
                 log.info("serving users on %s://%s", scheme, record.http_address)
 
+        folder = settings.ipc_folder or stack.enter_context(private_folder("frontend"))
+        engine = FleetEngine(
+            settings,
+            members,
+            channels,
+            folder,
+            registry,
+            traces,
+            served,
+            announcer.set_models,
+            answers,
+            adapters,
+            tenants,
+        )
         try:
-            await run_front_end(
-                settings,
-                members,
-                channels,
-                http,
-                registry,
-                traces,
-                served,
-                set_serving,
-                readiness,
-                shutdown,
-                announcer.set_models,
-                answers,
-                adapters,
-                announcer.woke,
-                tenants,
-            )
+            await run_front_end(settings, engine, http, set_serving, readiness, shutdown, announcer.woke)
         except (ApiServerExited, ApiServerStuck) as error:
             if isinstance(error, ArgumentsRefused):
                 raise SystemExit(ARGUMENTS_REFUSED) from None

@@ -22,17 +22,17 @@ from frontend_svc.streams import FINISHED, PREFILL_DONE, StepVerdict, Stream
 from tailrace.cluster import Phase
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
-from tailrace.wire import (
+from tailrace.wire.outputs import (
     EngineCoreOutput,
     FinishReason,
-    UtilityCall,
-    check_outputs,
     encode_outputs,
     filter_outputs,
     rename_outputs,
     split_outputs,
     without_statistics,
 )
+from tailrace.wire.readable import check_outputs
+from tailrace.wire.requests import UtilityCall
 
 
 class NamedOutput:

@@ -43,8 +43,8 @@ from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import guarded, loop_failed, loop_named
 from tailrace.tenancy.keys import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
-from tailrace.wire import RequestHead, for_engines, read_request, trace_context
 from tailrace.wire.cache_keys import read_cache_keys
+from tailrace.wire.requests import RequestHead, for_engines, read_request, trace_context
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tailrace.service.server import Servicer
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import Share, Tenant
 from tailrace.v1 import usage_pb2, usage_pb2_grpc
-from tailrace.wire import OfTenant, RequestHead
+from tailrace.wire.requests import OfTenant, RequestHead
 
 SERVICE: Final = "tailrace.v1.Usage"
 # Between two reports to an edge, if there is anything new.

@@ -16,7 +16,7 @@ import msgspec
 
 from frontend_svc.links import Outbox, request_bytes
 from tailrace.v1 import worker_pb2
-from tailrace.wire import UtilityCall, utility_failure, utility_result
+from tailrace.wire.requests import UtilityCall, utility_failure, utility_result
 
 log = logging.getLogger(__name__)
 

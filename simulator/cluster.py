@@ -6,29 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from simulator.request import SimRequest
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool, Stage
 from tailrace.handover import TRANSFERS
 from tailrace.perf.horizon import FutureLoad
+from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.profiles import Profile
 from tailrace.slo import READING_S
-
-
-class LengthPenalty(Protocol):
-    """Slowdown of a decode step by the spread of lengths in its batch (CascadeInfer, figure 2)."""
-
-    def attention_factor(self, lengths: NDArray[np.int64]) -> float:
-        """Return the factor on the time per KV token; 1.0: none. `lengths`: context tokens, one entry per
-        request."""
-        ...
-
-    def step_factor(self, lengths: NDArray[np.int64]) -> float:
-        """Return the factor on the whole decode part of the step (base included); 1.0: none."""
-        ...
 
 
 class LengthPredictor(Protocol):
@@ -63,7 +48,7 @@ class InstanceSpec:
     # profiled.
     max_running_tokens: int | None = None
     pool: Pool | None = None
-    penalty: LengthPenalty | None = None
+    penalty: FittedLengthPenalty | None = None
     # Whether prefixes stay cached, for workloads that name their blocks. Enabled by default in vLLM, absent
     # in the papers' systems.
     prefix_caching: bool = False

@@ -49,11 +49,6 @@ def percentile_for(count: int) -> float | None:
     return 99.0
 
 
-def tail_ttft_by_bin(records: Iterable[RequestRecord]) -> dict[int, float]:
-    """Return the tail TTFT in seconds by the first reasoning length of each bin of 256 tokens, ascending."""
-    return tail_by_bin((r.reasoning_tokens, r.ttft_s) for r in records if r.ttft_s is not None)
-
-
 def tail_by_bin(points: Iterable[tuple[int, float]]) -> dict[int, float]:
     """Return the tail by bin of (length in tokens, seconds)."""
     bins: dict[int, list[float]] = {}

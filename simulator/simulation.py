@@ -401,7 +401,7 @@ class Simulation:
         if self._length_refusal(job, target):
             return
         source.withdraw(job, now)
-        self._views.request_withdrawn(job, source)
+        self._views.request_left(job, source)
         self._submit(job, target, placement, arrival, now)
 
     def _set_stages(self, stages: tuple[Stage, ...], now: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.cluster import LengthPenalty
+from tailrace.perf.length_penalty import FittedLengthPenalty
 from tailrace.profiles import Profile
 
 Lengths = Callable[[], NDArray[np.int64]]
@@ -27,7 +27,7 @@ class StepTime:
         "_prefill_base",
     )
 
-    def __init__(self, profile: Profile, penalty: LengthPenalty | None) -> None:
+    def __init__(self, profile: Profile, penalty: FittedLengthPenalty | None) -> None:
         self._prefill_base = profile.prefill.base_ms / 1e3
         self._per_token = profile.prefill.ms_per_token / 1e3
         self._per_token_squared = profile.prefill.ms_per_token_squared / 1e3

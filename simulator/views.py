@@ -268,14 +268,8 @@ class Views(ClusterModel[_InstanceState]):
         self._dirty.add(instance.instance_id)
 
     def request_left(self, job: Job, instance: Instance) -> None:
-        """Record that a request ended on an instance or migrated away from it."""
-        if self._exact:
-            return
-        self._known[instance.instance_id].record_departure(job)
-        self._dirty.add(instance.instance_id)
-
-    def request_withdrawn(self, job: Job, instance: Instance) -> None:
-        """Record that a queued prompt is moved from an instance to another."""
+        """Record that a request ended on an instance or migrated away from it, or that it was moved from its
+        queue."""
         if self._exact:
             return
         self._known[instance.instance_id].record_departure(job)

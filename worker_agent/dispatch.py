@@ -10,11 +10,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Final, Protocol
 
-from tailrace import wire
 from tailrace.service.message_stream import MessageStream, StreamBroken
 from tailrace.service.tasks import first_ended
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import worker_pb2
+from tailrace.wire.requests import utility_failure
 from worker_agent.engine.base import Engine, Pull, RequestKey, Submission
 from worker_agent.frontends import AttachRefused, Downstream, FrontEnd, FrontEnds, failed_here
 from worker_agent.held import HeldQueries
@@ -271,7 +271,7 @@ class Dispatcher:
     def _utility(self, front_end: FrontEnd, call: worker_pb2.UtilityCall) -> None:
         if front_end.utility_calls >= _UTILITY_CALLS_MAX:
             text = f"{_UTILITY_CALLS_MAX} calls are already waiting for the engine"
-            frames = wire.utility_failure(call.call_id, text)
+            frames = utility_failure(call.call_id, text)
             result = worker_pb2.UtilityResult(call_id=call.call_id, frames=frames)
             front_end.send(worker_pb2.AttachDown(utility=result))
             return

@@ -24,19 +24,18 @@ from worker_agent.settings import EngineOptionError, EngineOptions
 def make_engine(
     options: EngineOptions,
     on_timer_late: Callable[[float], None] | None = None,
-    owner: str = "",
     profile: Profile | None = None,
 ) -> Engine:
     """Create an engine. Raise EngineOptionError.
 
-    `owner`: identifies the engine's worker, and is the same after a restart. `profile`: what policies are
-    told of its speed; a simulated engine steps as it says, unless its own settings say otherwise.
+    `profile`: what policies are told of its speed; a simulated engine steps as it says, unless its own
+    settings say otherwise.
 
     `on_timer_late` is called with the seconds by which each timer of a simulated engine is late; if given,
     call this in the event loop in which the engine will run.
     """
     if options.kind == "vllm":
-        return _vllm(options, owner)
+        return _vllm(options)
     if options.kind == "simulated":
         return _simulated(options, on_timer_late, profile)
     raise EngineOptionError(f"no engine called {options.kind!r}")
@@ -47,7 +46,7 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
     are."""
     from tailrace.tiny import MODEL_PATH, PREDICTOR_PATH, REASONING_PARSER
 
-    if options.model is not None and Path(options.model).resolve() != MODEL_PATH:
+    if options.model and Path(options.model).resolve() != MODEL_PATH:
         return options
     return replace(
         options,
@@ -59,7 +58,7 @@ def with_tiny_models_defaults(options: EngineOptions) -> EngineOptions:
     )
 
 
-def _vllm(engine_options: EngineOptions, owner: str) -> Engine:
+def _vllm(options: EngineOptions) -> Engine:
     from worker_agent.engine.vllm.internals import VllmLacks, require_internals
 
     with collector_paused():
@@ -68,20 +67,8 @@ def _vllm(engine_options: EngineOptions, owner: str) -> Engine:
         except VllmLacks as error:
             raise EngineOptionError(str(error)) from error
         from worker_agent.engine.vllm.engine import VllmEngine
-        from worker_agent.engine.vllm.settings import VllmSettings
 
-    options = with_tiny_models_defaults(engine_options)
-    return VllmEngine(
-        VllmSettings(
-            model=options.model or "",
-            predictor=options.predictor or "",
-            kv_blocks=options.kv_blocks,
-            host_kv_bytes=options.host_kv_bytes,
-            nodes_timeout_s=options.nodes_timeout_s,
-            engine_args=options.arguments,
-            owner=owner,
-        )
-    )
+    return VllmEngine(with_tiny_models_defaults(options))
 
 
 def _simulated(
@@ -93,7 +80,7 @@ def _simulated(
     from worker_agent.engine.simulated.clock import WatchedClock
 
     named: dict[str, JsonValue] = {
-        "model": options.model,
+        "model": options.model or None,
         "kv_blocks": options.kv_blocks,
         "host_kv_bytes": options.host_kv_bytes,
     }

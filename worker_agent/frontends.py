@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from tailrace import wire
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, StreamBroken
 from tailrace.v1 import worker_pb2
+from tailrace.wire.outputs import error_outputs
 from worker_agent.engine.base import OutputFlag
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Downstream(Protocol):
 def failed_here(request_id: str, handle: int, epoch: int, next_index: int) -> worker_pb2.AttachDown:
     """Return the message that the request failed here before this token; it may be tried elsewhere."""
     outputs = worker_pb2.StepOutputs(
-        frames=wire.error_outputs([request_id]),
+        frames=error_outputs([request_id]),
         handles=[handle],
         epochs=[epoch],
         first_indices=[next_index],

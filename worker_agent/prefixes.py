@@ -209,23 +209,20 @@ class Pulls:
 
     # ---- one pull
 
-    async def bring(self, submission: Submission) -> PullOutcome:
-        """Pull a prompt's prefix into the cache without submitting the request.
-
-        Requests that lack the same blocks wait for this pull.
-        """
-        return await self._attempt(submission)
-
     async def _run(self, submission: Submission) -> None:
         began_s = time.monotonic()
-        outcome = await self._attempt(submission)
+        outcome = await self.bring(submission)
         if submission.pull is not None or outcome.result == "shared":
             self._record(submission, outcome, began_s)
         # From here on the engine has the request, and an abort finds it there.
         self._running.pop(submission.key, None)
         self._parts.engine.submit(submission)
 
-    async def _attempt(self, submission: Submission) -> PullOutcome:
+    async def bring(self, submission: Submission) -> PullOutcome:
+        """Pull a prompt's prefix into the cache without submitting the request.
+
+        Requests that lack the same blocks wait for this pull.
+        """
         try:
             async with asyncio.timeout(self._parts.timeout_s):
                 return await self._pull(submission)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Final
 
 from tailrace.service.options import CommonOptions
@@ -69,9 +70,8 @@ async def serve(
     # Before etcd is asked: what is wrong with the options is told at once.
     engines = [
         make_engine(
-            options,
+            replace(options, owner=f"{cluster}/{name}"),
             lambda late_s: histograms.step_late_seconds.observe(late_s),
-            f"{cluster}/{name}",
             settings.profile,
         )
         for name in names

@@ -6,7 +6,7 @@ Importing this imports no engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -53,7 +53,7 @@ class EngineOptions:
     """Settings of the engine; None leaves a choice to it."""
 
     kind: str = setting("vllm", "Engine.", "--engine", type=click.Choice(["vllm", "simulated"]))
-    model: str | None = setting(None, "Model; by default the tiny one that ships with Tailrace.")
+    model: str = setting("", "Model; by default the tiny one that ships with Tailrace.")
     kv_blocks: int | None = setting(None, "KV cache size in blocks.", type=WholeRange(2, 2**31))
     # Of the tiny model by default its own, of others none. Empty: none.
     predictor: str | None = setting(
@@ -61,10 +61,12 @@ class EngineOptions:
         "Length predictor of the model (vLLM only); '' for none. Default: the tiny model's own.",
         metavar="PATH",
     )
+    # Identifies the engine's worker, and is the same after a restart; see parallel/rank_leftovers.py.
+    owner: str = ""
     # Fields of vLLM's EngineArgs that its flags give, or of SimulatedSettings.
     arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     # Flags of `vllm serve` that say nothing to this engine, such as the API server's.
-    unused: tuple[str, ...] = ()
+    unused: Sequence[str] = ()
     simulated: Mapping[str, JsonValue] = empty_setting(
         dict,
         "A setting of the simulated engine, such as speed=2 (docs/start-stop.md); can be repeated.",
@@ -124,7 +126,7 @@ def with_flags(options: EngineOptions, line: VllmLine) -> EngineOptions:
         arguments |= {_SIMULATED[flag]: _tokens(flag, line) for flag in line.flags.keys() & _SIMULATED.keys()}
         others = sorted(line.flags.keys() - _SIMULATED.keys() - _CACHING.keys())
     unused = tuple(f"--{name.replace('_', '-')}" for name in others)
-    return replace(options, model=options.model or line.model or None, arguments=arguments, unused=unused)
+    return replace(options, model=options.model or line.model, arguments=arguments, unused=unused)
 
 
 _UNITS: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}

@@ -10,8 +10,9 @@ from typing import Final
 
 import msgspec
 
-from tailrace import wire
 from tailrace.v1 import worker_pb2
+from tailrace.wire.outputs import shrink_outputs
+from tailrace.wire.requests import utility_failure
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.frontends import FrontEnd, FrontEnds
@@ -93,7 +94,7 @@ class FrontEndSink:
             text = (
                 f"the result has {size} bytes, more than {front_end.max_message_bytes} (--max-message-bytes)"
             )
-            frames = wire.utility_failure(call_id, text)
+            frames = utility_failure(call_id, text)
         result = worker_pb2.UtilityResult(call_id=call_id, frames=frames)
         front_end.send(worker_pb2.AttachDown(utility=result))
 
@@ -126,7 +127,7 @@ class FrontEndSink:
         everything = dict.fromkeys(range(len(columns.handles)), 0)
         code = worker_pb2.REJECT_CODE_CONGESTED
         try:
-            frames, dropped = wire.shrink_outputs(columns.frames, send_budget_bytes - beside)
+            frames, dropped = shrink_outputs(columns.frames, send_budget_bytes - beside)
         except msgspec.DecodeError:
             log.exception("an engine's outputs cannot be read")
             code, frames, dropped = worker_pb2.REJECT_CODE_FAILED, [], everything

@@ -40,7 +40,8 @@ from tailrace.request_ids import without_number
 from tailrace.service.tasks import cancel, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import answers_pb2
-from tailrace.wire import UtilityCall, detach_buffers, rename_output, utility_failure, utility_result
+from tailrace.wire.outputs import detach_buffers, rename_output
+from tailrace.wire.requests import UtilityCall, utility_failure, utility_result
 
 log = logging.getLogger(__name__)
 

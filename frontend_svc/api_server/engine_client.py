@@ -44,7 +44,7 @@ from frontend_svc.api_server.statistics import (
 from tailrace.request_ids import chosen_by_client, own_id, problem_with
 from tailrace.tenancy.body import LimitRefusal
 from tailrace.tenancy.keys import SHARE_HEADER, Share, Tenant
-from tailrace.wire import pace_in
+from tailrace.wire.requests import pace_in
 
 # Looked up for every token.
 _ERROR: Final = FinishReason.ERROR

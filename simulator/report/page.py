@@ -112,11 +112,6 @@ def subheading(text: str) -> str:
     return f"<h3>{escape(text)}</h3>"
 
 
-def paragraph(text: str) -> str:
-    """Return a paragraph of text."""
-    return f"<p>{escape(text)}</p>"
-
-
 def cards(rows: Sequence[tuple[str, str]]) -> str:
     """Return the key figures, each (label, value)."""
     inner = "".join(

@@ -141,28 +141,14 @@ def _apply_here(
     environment = _environment(plan, state, options)
     changes = _changes(plan, state, environment)
     require_possible(changes, state.parts)
-    settings = [_settings(source, None)]
-    # Clusters that have no scheduler so far get theirs once they have.
-    new: dict[str, OwnCluster] = {}
-    lines: list[tuple[str, str]] = []
-    for model in options.models:
-        if model.own is None:
-            continue
-        # Of a fleet on several hosts, it may have none here.
-        led_here = any(_leads(spec, model.own.name) for spec in plan.parts)
-        known = model.served_name in state.models
-        if known and (not led_here or _schedulers(state, model.own.name, alive=True)):
-            settings.append(_settings(source, None, model))
-        elif led_here:
-            new[model.own.name] = model.own
-            text = policy_text(model.own.policy, model.own.policy_parameters)
-            lines.append((f"policy of {model.served_name}", text))
-            lines += [
-                (f"slo of {model.served_name}", f"{name} {value:g}")
-                for name, value in model.own.objectives.items()
-            ]
-    lines = [*(line for each in settings for line in each.lines), *lines]
-    lines += [*scaling_changes(state.scaled, plan.scaled), *_lines(changes, state)]
+    answering, new = _own_clusters(options, plan, state)
+    settings = [_settings(source, None), *(_settings(source, None, model) for model in answering)]
+    lines = [
+        *(line for each in settings for line in each.lines),
+        *_first_settings(new),
+        *scaling_changes(state.scaled, plan.scaled),
+        *_lines(changes, state),
+    ]
     problems = [] if force else [*dangers(changes, state.parts)]
     if not _agreed(lines, problems, dry_run, yes):
         return
@@ -172,14 +158,37 @@ def _apply_here(
     state.scaled = [*plan.scaled]
     if changes:
         plan = replace(plan, etcd=state.etcd)
-        asyncio.run(_carry_out(changes, folder, state, environment, plan, options, new))
-        # Last: what is interrupted before is carried out by the next apply.
-        state.environment = dict(environment)
-        state.http, state.model = plan.http, options.served_name
-        state.workers = sum(len(part.spec.members) for part in state.parts if part.spec is not None)
+        asyncio.run(_carry_out(changes, folder, state, environment, plan, options, [*new.values()]))
     state.policy = options.policy
     folder.write(state)
     click.echo("applied")
+
+
+def _own_clusters(
+    options: ClusterOptions, plan: Plan, state: RunState
+) -> tuple[Sequence[ClusterOptions], Mapping[str, OwnCluster]]:
+    """Return the models whose own clusters have schedulers, and by model those that get their first ones."""
+    answering: list[ClusterOptions] = []
+    new: dict[str, OwnCluster] = {}
+    for model in options.models:
+        if model.own is None:
+            continue
+        # Of a fleet on several hosts, it may have none here.
+        led_here = any(_leads(spec, model.own.name) for spec in plan.parts)
+        known = model.served_name in state.models
+        if known and (not led_here or _schedulers(state, model.own.name, alive=True)):
+            answering.append(model)
+        elif led_here:
+            new[model.served_name] = model.own
+    return answering, new
+
+
+def _first_settings(new: Mapping[str, OwnCluster]) -> Iterator[tuple[str, str]]:
+    """Yield a line for what is set in each new cluster."""
+    for model, own in new.items():
+        yield f"policy of {model}", policy_text(own.policy, own.policy_parameters)
+        for name, value in own.objectives.items():
+            yield f"slo of {model}", f"{name} {value:g}"
 
 
 def _apply_afar(source: FleetFile, address: str | None, model: str | None, dry_run: bool, yes: bool) -> None:
@@ -442,11 +451,11 @@ async def _carry_out(
     environment: Mapping[str, str],
     plan: Plan,
     options: ClusterOptions,
-    new: Mapping[str, OwnCluster],
+    new: Sequence[OwnCluster],
 ) -> None:
     """Start, restart and stop parts, one after another: those first that take over from others.
 
-    `new`: clusters of models whose policy and SLO are set as soon as they have schedulers.
+    `new`: clusters whose policy and SLO are set as soon as they have schedulers.
     """
     names = [*(spec.name for spec in (*changes.added, *changes.changed)), *changes.removed]
     with make_progress(names, "tailrace apply") as progress:
@@ -464,8 +473,8 @@ async def _carry_out(
         # Of those that are stopped below, too: they may be the ones that answer until then.
         _note_admins(state, plan, options)
         transport = transport_of(state.certificates, OPERATOR)
-        for name, own in new.items():
-            await own_settings(own).apply(_schedulers(state, name), transport)
+        for own in new:
+            await own_settings(own).apply(_schedulers(state, own.name), transport)
         for spec in changes.added:
             if spec.tier is not Tier.CONTROL:
                 await restarter.add(spec)
@@ -475,3 +484,7 @@ async def _carry_out(
         for name in _outermost_first(changes.removed, state):
             await restarter.remove(name)
     _note_admins(state, plan, options)
+    # Last: what is interrupted before is carried out by the next apply.
+    state.environment = dict(environment)
+    state.http, state.model = plan.http, options.served_name
+    state.workers = sum(len(part.spec.members) for part in state.parts if part.spec is not None)

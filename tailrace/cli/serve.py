@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 import click
 
 from tailrace.cli.errors import CliError
 from tailrace.collector import collector_paused
+from tailrace.plugins import plugins
 
 GROUP: Final = "tailrace.services"
 EXTRA_ARGUMENTS: Final = "TAILRACE_SERVE_ARGS"
@@ -43,21 +43,21 @@ class _Services(click.Group):
         return super().resolve_command(ctx, [*args, *extra])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_points())
+        return sorted(plugins(GROUP))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return service_command(cmd_name) if cmd_name in _points() else None
+        return service_command(cmd_name) if cmd_name in plugins(GROUP) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the services without importing them; a service without a summary with its location."""
-        points = sorted(_points().items())
+        points = sorted(plugins(GROUP).items())
         with formatter.section("Services"):
             formatter.write_dl([(name, _SUMMARIES.get(name, point.value)) for name, point in points])
 
 
 def service_command(name: str) -> click.Command:
     """Import and return a service's command. Raise CliError if it cannot be had."""
-    point = _points().get(name)
+    point = plugins(GROUP).get(name)
     if point is None:
         raise CliError(f"serve {name}: not installed")
     try:
@@ -68,10 +68,6 @@ def service_command(name: str) -> click.Command:
     if not isinstance(command, click.Command):
         raise CliError(f"serve {name}: {point.value} is not a click command")
     return command
-
-
-def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 serve = _Services(

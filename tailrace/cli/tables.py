@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from rich.cells import cell_len
 
@@ -86,34 +87,17 @@ def _cell(column: Column[RowT], row: RowT) -> str:
     return "\n".join(map(printable, text.split("\n"))) if column.lines else printable(text)
 
 
-def pool_word(pool: int) -> str:
-    """Return the pool's name, or a dash."""
-    return enum_word(Pool.DESCRIPTOR, pool) or NOTHING
+def _words(enum: EnumDescriptor) -> Callable[[int], str]:
+    """Return what tells the name of a value of the enum, or a dash."""
+    return lambda value: enum_word(enum, value) or NOTHING
 
 
-def phase_word(phase: int) -> str:
-    """Return the phase's name, or a dash."""
-    return enum_word(Phase.DESCRIPTOR, phase) or NOTHING
-
-
-def migration_word(state: int) -> str:
-    """Return the migration state's name, or a dash."""
-    return enum_word(MigrationState.DESCRIPTOR, state) or NOTHING
-
-
-def way_word(way: int) -> str:
-    """Return the migration method's name, or a dash."""
-    return enum_word(Way.DESCRIPTOR, way) or NOTHING
-
-
-def instance_word(state: int) -> str:
-    """Return the instance state's name, or a dash."""
-    return enum_word(InstanceState.DESCRIPTOR, state) or NOTHING
-
-
-def request_word(state: int) -> str:
-    """Return the request state's name, or a dash."""
-    return enum_word(RequestState.DESCRIPTOR, state) or NOTHING
+pool_word = _words(Pool.DESCRIPTOR)
+phase_word = _words(Phase.DESCRIPTOR)
+migration_word = _words(MigrationState.DESCRIPTOR)
+way_word = _words(Way.DESCRIPTOR)
+instance_word = _words(InstanceState.DESCRIPTOR)
+request_word = _words(RequestState.DESCRIPTOR)
 
 
 def bytes_text(count: int) -> str:

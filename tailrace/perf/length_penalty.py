@@ -70,7 +70,8 @@ class Saturating(msgspec.Struct, frozen=True, kw_only=True, tag="saturating"):
 
 
 class FittedLengthPenalty(msgspec.Struct, frozen=True, kw_only=True):
-    """A penalty as read from its file; implements `simulator.cluster.LengthPenalty`."""
+    """Slowdown of a decode step by the spread of lengths in its batch (CascadeInfer, figure 2), as read from
+    its file. A factor of 1.0: none."""
 
     name: str
     shape: TowardsLongest | Saturating
@@ -85,7 +86,7 @@ class FittedLengthPenalty(msgspec.Struct, frozen=True, kw_only=True):
         return self._factor(lengths) if self.applies_to == "attention" else 1.0
 
     def step_factor(self, lengths: NDArray[np.int64]) -> float:
-        """Return the factor on the decode part of a step; `lengths`: context tokens, shape [requests]."""
+        """Return the factor on the decode part of a step, base included; `lengths` as above."""
         return self._factor(lengths) if self.applies_to == "step" else 1.0
 
     def _factor(self, lengths: NDArray[np.int64]) -> float:

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from tailrace.perf.fit import fit_costs
 from tailrace.profiles import Profile
 
 # Lengths at which a profile is sampled: powers of two, as far as the paper's longest prompts go.
@@ -29,28 +30,15 @@ class TtftPredictor:
     def fit(samples: Sequence[tuple[int, float]]) -> TtftPredictor:
         """Fit (prompt tokens, seconds) samples by least squares (section 5.3, "TTFT predictor").
 
-        Errors are weighted by 1/seconds; otherwise the few longest prompts would dominate, and predictions
-        for short ones, the majority, would be poor. A negative coefficient is noise: it is set to 0 and the
-        others are fitted again. Raise ValueError without samples of positive length and time.
+        Raise ValueError without samples of positive length and time.
         """
         rows = [(tokens, seconds) for tokens, seconds in samples if tokens > 0 and seconds > 0.0]
         if not rows:
             raise ValueError("a TTFT fit needs samples of positive length and time")
         tokens = np.array([row[0] for row in rows], dtype=np.float64)
         seconds = np.array([row[1] for row in rows], dtype=np.float64)
-        matrix = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1) / seconds[:, None]
-        # Columns differ by ten orders of magnitude; scaling to norm one keeps the problem well-conditioned.
-        scale = np.linalg.norm(matrix, axis=0)
-        columns = [0, 1, 2]
-        coefficients = np.zeros(3)
-        while columns:
-            solved = np.linalg.lstsq(matrix[:, columns] / scale[columns], np.ones_like(tokens), rcond=None)[0]
-            worst = int(np.argmin(solved))
-            if solved[worst] >= 0.0:
-                coefficients[columns] = solved / scale[columns]
-                break
-            columns.pop(worst)
-        return TtftPredictor(float(coefficients[0]), float(coefficients[1]), float(coefficients[2]))
+        work = np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1)
+        return TtftPredictor(*map(float, fit_costs(work, seconds)))
 
     @staticmethod
     def of_profile(profile: Profile, chunk_tokens: int = 2048) -> TtftPredictor:

@@ -220,13 +220,6 @@ def all_parameters(name: str, parameters: Mapping[str, Value]) -> dict[str, Valu
     return parse_parameters(f"policy {name!r}", declared, {**choice.parameters, **parameters})
 
 
-def parameters_of(name: str) -> tuple[Parameter, ...]:
-    """Return what users may set of the policy called `name`. Raise UnknownPolicyError, UnusablePolicyError or
-    ParameterError."""
-    choice = choose(name)
-    return declared_parameters(choice.policy, choice.order)
-
-
 def make_policy(
     name: str, kind: type[Policy], order: str, parameters: Mapping[str, Value], deployment: Deployment
 ) -> Policy:

@@ -214,17 +214,9 @@ def stats_outputs(running: int, waiting: int, kv_usage: float) -> list[bytes]:
 
 def error_outputs(request_ids: Iterable[str]) -> list[bytes]:
     """Encode a message that ends these requests with an internal error (500 to the user)."""
-    return _finish(request_ids, FinishReason.ERROR)
-
-
-def abort_outputs(request_ids: Iterable[str]) -> list[bytes]:
-    """Encode a message that ends these requests as aborted."""
-    return _finish(request_ids, FinishReason.ABORT)
-
-
-def _finish(request_ids: Iterable[str], reason: FinishReason) -> list[bytes]:
     names = list(request_ids)
-    return encode_outputs([EngineCoreOutput(name, [], finish_reason=reason) for name in names], names)
+    ends = [EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR) for name in names]
+    return encode_outputs(ends, names)
 
 
 def shrink_outputs(frames: Frames, limit_bytes: int) -> tuple[list[bytes], dict[int, int]]:

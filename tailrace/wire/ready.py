@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.wire.requests import Frames
-
-ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
-"""Sole frame of the message that tells the API server to give up."""
 ENGINE_IDENTITY = (0).to_bytes(2, "little")
 """The ZMQ identity of the only engine core's DEALER socket."""
 
@@ -59,8 +55,3 @@ def read_ready(payload: bytes) -> ReadyResponse:
 def write_ready(response: ReadyResponse) -> bytes:
     """Encode a ready response."""
     return _encoder.encode(response)
-
-
-def is_dead(frames: Frames) -> bool:
-    """Return whether this message of an engine core is its last."""
-    return len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD

@@ -36,8 +36,8 @@ from tailrace.control.recording import (
 )
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.control.runner import DecisionPoint, PlaceQuestion, Question
-from tailrace.policy.parameters import parse_parameters, read_assignments
-from tailrace.policy.registry import parameters_of
+from tailrace.policy.parameters import read_assignments
+from tailrace.policy.registry import all_parameters
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tailrace.v1 import cache_pb2, monitor_pb2, types_pb2
@@ -76,7 +76,7 @@ class RandomRun:
         self.copies: list[str] = []
         self.copied = 0
         name, *given = policy.split()
-        parameters = parse_parameters(name, parameters_of(name), read_assignments(given))
+        parameters = all_parameters(name, read_assignments(given))
         active = ActivePolicy(PolicyRecord(name=name, parameters=parameters))
         self.control = LiveControl(ReportedCluster(), active, self, PolicyGuard(NoMetrics()))
         self.control.handle(PolicyFollowed(None, Slo()))

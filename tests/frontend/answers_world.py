@@ -18,7 +18,7 @@ from frontend_svc.answers.peers import Peer, PeerCallFailed, PeerSilent, PeerUnr
 from frontend_svc.answers.store import AnswerStore
 from frontend_svc.streams import FINISHED, PREFILL_DONE, Stream, StreamTable
 from tailrace.v1 import answers_pb2
-from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
+from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
 
 NAMES = ("f0", "f1", "f2")
 LENGTH = 6

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from frontend_svc.admission import AdmissionFlag, AdmissionReader
+from frontend_svc.admission import AdmissionReader
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import ServedModel
 from frontend_svc.settings import Limits, Settings, WaitLimits
@@ -91,7 +91,6 @@ async def open_rig(
     waits: WaitLimits | None = None,
 ) -> AsyncIterator[Rig]:
     """Run a front end without workers."""
-    flag = AdmissionFlag(folder / "admission")
     members, channels, registry = StaticMembers(), Channels(), CollectorRegistry()
     async with AsyncExitStack() as stack, FakeApiServer(folder) as front:
         settings = Settings(
@@ -101,10 +100,10 @@ async def open_rig(
             or (WaitLimits(PLACE_WAIT_S) if served is None else WaitLimits(PLACE_WAIT_S, PLACE_WAIT_S)),
             limits=limits,
         )
-        engine = FleetEngine(settings, members, channels, flag, folder, registry, None, served, on_models)
+        engine = FleetEngine(settings, members, channels, folder, registry, None, served, on_models)
         running = asyncio.create_task(engine.run())
         try:
-            yield Rig(front, engine, members, AdmissionReader(flag.path), registry, stack)
+            yield Rig(front, engine, members, AdmissionReader(engine.admission.path), registry, stack)
         finally:
             running.cancel()
             with pytest.raises(asyncio.CancelledError):

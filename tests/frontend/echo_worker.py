@@ -6,14 +6,8 @@ import asyncio
 
 from experiments.tiny.tokens import END_THINK, IM_END, THINK
 from tailrace.v1 import worker_pb2
-from tailrace.wire import (
-    NIL,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-    encode_outputs,
-    read_full_request,
-)
+from tailrace.wire.outputs import NIL, EngineCoreOutput, FinishReason, encode_outputs
+from tailrace.wire.requests import EngineCoreRequest, read_full_request
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, ScriptedWorker, outputs
 
 THOUGHT = "let me see"

@@ -13,16 +13,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tailrace.wire import (
-    ENGINE_IDENTITY,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    ReadyResponse,
-    RequestType,
-    SamplingParams,
-    read_outputs,
-    read_ready,
-)
+from tailrace.wire.outputs import EngineCoreOutput, read_outputs
+from tailrace.wire.ready import ENGINE_IDENTITY, ReadyResponse, read_ready
+from tailrace.wire.requests import EngineCoreRequest, RequestType, SamplingParams
 from tests.waiting import WAIT_S
 
 NIL = msgspec.Raw(b"\xc0")

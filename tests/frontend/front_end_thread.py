@@ -13,10 +13,12 @@ from prometheus_client import CollectorRegistry
 from frontend_svc.admission import Readiness
 from frontend_svc.api_server.sockets import bind_http
 from frontend_svc.api_server.spec import BodyLimits
+from frontend_svc.engine import FleetEngine
 from frontend_svc.front_end import run_front_end
 from frontend_svc.settings import Front, Limits, Settings, WaitLimits
 from tailrace.service.channels import Channels
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
+from tailrace.service.private_folder import private_folder
 from tailrace.service.runtime import Shutdown
 from tailrace.service.vllm_line import VllmLine
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
@@ -98,7 +100,7 @@ class FrontEndThread:
         channels = Channels()
         async with serving(self.worker):
             self.members.instances["w0"] = record("w0", self.worker.address)
-            with bind_http("127.0.0.1:0", lambda: False) as http:
+            with bind_http("127.0.0.1:0", lambda: False) as http, private_folder("frontend") as folder:
                 self.url = f"http://127.0.0.1:{http.getsockname()[1]}"
                 settings = Settings(
                     frontend_id="f0",
@@ -110,26 +112,22 @@ class FrontEndThread:
                         ["--served-model-name", "tiny", "--reasoning-parser", REASONING_PARSER]
                     ),
                     vllm_rs=self._vllm_rs,
-                    ipc_folder=None,
                     wait_limits=WaitLimits(PLACE_WAIT_S),
                     limits=Limits(max_streams=MAX_STREAMS),
                     drain_timeout_s=DRAIN_S,
                     # What no worker accepts is to be found out by the front end.
                     body_limits=BodyLimits(max_text_bytes=4 * MIN_MESSAGE_BYTES),
                 )
+                engine = FleetEngine(settings, self.members, channels, folder, self.registry, None)
                 try:
                     await run_front_end(
                         settings,
-                        self.members,
-                        channels,
+                        engine,
                         http,
-                        self.registry,
-                        None,
-                        None,
                         self._set_serving,
                         self.readiness,
                         self.shutdown,
-                        on_woken=self.woken.set,
+                        self.woken.set,
                     )
                 finally:
                     await channels.close()

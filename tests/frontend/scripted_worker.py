@@ -8,15 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from tailrace.service.message_stream import MessageStream, StreamBroken, serve_streams
 from tailrace.v1 import worker_pb2
-from tailrace.wire import (
-    EngineCoreOutput,
-    FinishReason,
-    ReadyResponse,
-    encode_outputs,
-    read_utility,
-    utility_result,
-    write_ready,
-)
+from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs
+from tailrace.wire.ready import ReadyResponse, write_ready
+from tailrace.wire.requests import read_utility, utility_result
 from tests.waiting import WAIT_S
 
 READY = write_ready(

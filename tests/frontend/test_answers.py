@@ -36,7 +36,7 @@ from frontend_svc.answers.store import (
     StoreFull,
 )
 from tailrace.v1 import answers_pb2
-from tailrace.wire import UtilityCall
+from tailrace.wire.requests import UtilityCall
 from tests.frontend.answers_world import (
     KEEP_S,
     NAMES,

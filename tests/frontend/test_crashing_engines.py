@@ -9,7 +9,7 @@ import pytest
 
 from frontend_svc.admission import Refusal
 from frontend_svc.settings import Limits
-from tailrace.wire import FinishReason
+from tailrace.wire.outputs import FinishReason
 from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fleet import record
 from tests.frontend.simulated_worker import SimulatedWorker

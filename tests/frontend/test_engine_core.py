@@ -12,7 +12,8 @@ import zmq
 import zmq.asyncio
 
 from frontend_svc.engine_core import EngineCoreSocket, HandshakeFailed, PushSocket
-from tailrace.wire import ENGINE_IDENTITY, RequestType, UtilityCall
+from tailrace.wire.ready import ENGINE_IDENTITY
+from tailrace.wire.requests import RequestType, UtilityCall
 from tests.waiting import WAIT_S
 
 

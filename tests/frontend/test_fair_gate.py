@@ -16,7 +16,7 @@ from frontend_svc.streams import Stream, StreamTable
 from tailrace.service.tasks import cancel
 from tailrace.tenancy.keys import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
-from tailrace.wire import FinishReason
+from tailrace.wire.outputs import FinishReason
 from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, ScriptedWorker, outputs
 

@@ -26,7 +26,7 @@ from frontend_svc.settings import Front
 from tailrace.records import ServiceRecord
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
 from tailrace.v1 import scheduler_pb2, worker_pb2
-from tailrace.wire import NIL
+from tailrace.wire.outputs import NIL
 from tests.frontend.echo_worker import ANSWER, THOUGHT
 from tests.frontend.front_end_thread import MAX_STREAMS, FrontEndThread
 from tests.frontend.test_placement import Scheduler, scheduler

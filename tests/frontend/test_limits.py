@@ -11,7 +11,7 @@ from frontend_svc.admission import CONGESTED, NO_INSTANCE, TOO_MANY_REQUESTS, Ad
 from frontend_svc.engine import MAX_CONGESTED, UNREAD_FULL_BYTES, UNREAD_MAX_BYTES
 from frontend_svc.settings import Limits
 from tailrace.v1 import worker_pb2
-from tailrace.wire import FinishReason
+from tailrace.wire.outputs import FinishReason
 from tests.frontend.conftest import Rig, eventually
 from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs

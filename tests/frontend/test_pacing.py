@@ -14,7 +14,13 @@ from frontend_svc.pacing import Pacer
 from frontend_svc.streams import StepVerdict, Stream
 from tailrace.cluster import Phase
 from tailrace.v1 import scheduler_pb2, worker_pb2
-from tailrace.wire import EngineCoreOutput, EngineCoreOutputs, encode_outputs, read_outputs, split_outputs
+from tailrace.wire.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    encode_outputs,
+    read_outputs,
+    split_outputs,
+)
 from tests.frontend.conftest import Rig
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, REASONING_ENDED, merge, outputs
 from tests.frontend.test_placement import Scheduler, scheduler

@@ -15,7 +15,8 @@ from tailrace.request_ids import (
     read_name_at_edge,
 )
 from tailrace.v1 import worker_pb2
-from tailrace.wire import EngineCoreOutput, FinishReason, encode_outputs, read_full_request
+from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs
+from tailrace.wire.requests import read_full_request
 from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, outputs
 

@@ -19,7 +19,7 @@ from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import AdapterVersions, ModelIdentity
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.v1 import scheduler_pb2, worker_pb2
-from tailrace.wire import FinishReason
+from tailrace.wire.outputs import FinishReason
 from tailrace.wire.requests import EngineCoreRequest
 from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fake_api_server import NIL

@@ -24,7 +24,7 @@ from tailrace.store.client import StoreUnavailable
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.telemetry.incidents import TAKEN_NAME, UNREADABLE
-from tailrace.wire import UtilityCall
+from tailrace.wire.requests import UtilityCall
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm

@@ -11,7 +11,8 @@ from frontend_svc.admission import NO_INSTANCE, NOT_HANDLED, AdmissionState, Ref
 from frontend_svc.streams import Stream
 from tailrace.telemetry.incidents import UNREADABLE
 from tailrace.v1 import worker_pb2
-from tailrace.wire import EngineCoreOutput, FinishReason, RequestType, encode_outputs, read_outputs
+from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
+from tailrace.wire.requests import RequestType
 from tests.counting import skipped
 from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FAILED, FINISHED, PREFILL_DONE, ScriptedWorker, merge, outputs

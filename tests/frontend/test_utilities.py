@@ -9,7 +9,7 @@ import pytest
 
 from frontend_svc.utilities import UtilityCalls
 from tailrace.v1 import worker_pb2
-from tailrace.wire import UtilityCall, utility_failure, utility_result
+from tailrace.wire.requests import UtilityCall, utility_failure, utility_result
 
 NO_ARGS = msgspec.Raw(b"\x90")
 

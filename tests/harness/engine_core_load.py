@@ -19,8 +19,10 @@ import zmq
 import zmq.asyncio
 
 from simulator.request import SimRequest
-from tailrace import wire
 from tailrace.service.tasks import cancel
+from tailrace.wire.outputs import NIL, FinishReason, read_outputs
+from tailrace.wire.ready import ENGINE_IDENTITY
+from tailrace.wire.requests import EngineCoreRequest, RequestType, SamplingParams
 from worker_agent.engine.simulated.script import read_vocabulary
 from worker_agent.engine.simulated.settings import SimulatedSettings
 
@@ -53,7 +55,7 @@ class Stream:
         stream."""
         return (
             self.tokens == self.request.output_tokens
-            and self.finish_reason == wire.FinishReason.STOP
+            and self.finish_reason == FinishReason.STOP
             and not self.outputs_after_end
         )
 
@@ -115,7 +117,7 @@ class LoadGenerator:
         """Wait until the front end has workers. Raise TimeoutError if it has none in time."""
         async with asyncio.timeout(_READY_S):
             identity, _ = await self._input.recv_multipart()
-        if identity != wire.ENGINE_IDENTITY:
+        if identity != ENGINE_IDENTITY:
             raise RuntimeError(f"unexpected identity of an engine core: {identity!r}")
 
     async def replay(
@@ -144,7 +146,7 @@ class LoadGenerator:
                     await asyncio.sleep(wait_s)
                 stream.sent_s = time.monotonic() - self._start_s
                 await self._input.send_multipart(
-                    [wire.ENGINE_IDENTITY, wire.RequestType.ADD.value, message(request_id)]
+                    [ENGINE_IDENTITY, RequestType.ADD.value, message(request_id)]
                 )
             async with asyncio.timeout(patience_s):
                 await self._done.wait()
@@ -160,7 +162,7 @@ class LoadGenerator:
         lengths = {"answer_tokens": request.answer_tokens - 1}
         if request.reasoning_tokens:
             lengths["reasoning_tokens"] = request.reasoning_tokens - 1
-        sampling = wire.SamplingParams(
+        sampling = SamplingParams(
             max_tokens=self._max_tokens,
             eos_token_id=_END_TOKEN,
             extra_args=msgspec.Raw(msgspec.msgpack.encode(lengths)),
@@ -174,9 +176,7 @@ class LoadGenerator:
 
         def encode(request_id: str) -> bytes:
             return self._encoder.encode(
-                wire.EngineCoreRequest(
-                    request_id, prompt, wire.NIL, sampling, wire.NIL, time.time(), wire.NIL, None, None
-                )
+                EngineCoreRequest(request_id, prompt, NIL, sampling, NIL, time.time(), NIL, None, None)
             )
 
         return encode
@@ -185,7 +185,7 @@ class LoadGenerator:
         while self._remaining:
             frames = await self._output.recv_multipart()
             now_s = time.monotonic() - self._start_s
-            for output in wire.read_outputs(frames).outputs:
+            for output in read_outputs(frames).outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is None:
                     continue

@@ -19,7 +19,6 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend_svc.admission import AdmissionFlag
 from frontend_svc.engine import FleetEngine
 from frontend_svc.settings import Settings as FrontSettings
 from migration_svc import main as migration_main
@@ -37,7 +36,7 @@ from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
-from tailrace.wire import SamplingParams
+from tailrace.wire.requests import SamplingParams
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.harness.controlled import in_effect
 from tests.waiting import WAIT_S
@@ -232,7 +231,6 @@ async def open_fleet(
             ),
             members,
             channels,
-            AdmissionFlag(sockets / "admission"),
             sockets,
             CollectorRegistry(),
             None,

@@ -114,13 +114,13 @@ async def _measure(config: RunConfig) -> Result:
 
 def _engine(config: RunConfig) -> VllmEngine:
     from worker_agent.engine.vllm.engine import VllmEngine
-    from worker_agent.engine.vllm.settings import VllmSettings
+    from worker_agent.settings import EngineOptions
 
     return VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=config.model,
             host_kv_bytes=0,
-            engine_args={
+            arguments={
                 "dtype": config.dtype,
                 "max_num_seqs": config.streams + 4,
                 "max_model_len": 512,

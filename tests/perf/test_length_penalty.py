@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from simulator.cluster import LengthPenalty
 from simulator.steptime import StepTime
 from tailrace.perf.length_penalty import (
     FittedLengthPenalty,
@@ -35,7 +34,7 @@ def batch(*lengths: int) -> NDArray[np.int64]:
     return np.array(lengths, np.int64)
 
 
-def factor(penalty: LengthPenalty, lengths: NDArray[np.int64]) -> float:
+def factor(penalty: FittedLengthPenalty, lengths: NDArray[np.int64]) -> float:
     """Return the product of both factors, of which only one exceeds 1."""
     return penalty.attention_factor(lengths) * penalty.step_factor(lengths)
 

@@ -165,9 +165,11 @@ def test_algorithm_1_equals_brute_force(
 
     expected = brute_candidates(loads, set(over.tolist()), set(under.tolist()))
     if len(over) and len(under):
-        assert (
-            set(rescheduling.enumerate(loads, over, rescheduling.targets(loads, under)).triples()) == expected
-        )
+        found = rescheduling.enumerate(loads, over, rescheduling.targets(loads, under))
+        assert {
+            (found.requests[row].request_id, found.sources[row], found.targets.positions[column])
+            for row, column in np.argwhere(found.allowed())
+        } == expected
 
     before = time_weighted_variance(loads.tokens, horizon.weights)
     gains = {}

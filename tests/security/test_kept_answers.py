@@ -24,7 +24,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import serve_grpc
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
-from tailrace.wire import EngineCoreOutput, encode_outputs, read_outputs
+from tailrace.wire.outputs import EngineCoreOutput, encode_outputs, read_outputs
 from tests.frontend.conftest import eventually
 from tests.security.conftest import transport
 from tests.static_members import StaticMembers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.goodput import attainment, goodput_per_s, offered_rate_per_s, percentile_for, tail_ttft_by_bin
+from simulator.goodput import attainment, goodput_per_s, offered_rate_per_s, percentile_for, tail_by_bin
 from simulator.records import RequestRecord
 from tailrace.slo import Slo
 
@@ -90,9 +90,8 @@ def test_the_tail_percentile_depends_on_the_count(count: int, percentile: float 
     assert percentile_for(count) == percentile
 
 
-def test_tail_ttft_by_reasoning_length() -> None:
-    records = [record(n, reasoning=300, ttft_s=float(n)) for n in range(6)]
-    # Too few for a bin, and one that never answered.
-    records += [record(10 + n, reasoning=10) for n in range(4)]
-    records += [record(20, reasoning=300, ttft_s=None)]
-    assert tail_ttft_by_bin(records) == {256: 5.0}
+def test_tail_by_length() -> None:
+    points = [(300, float(n)) for n in range(6)]
+    # Too few for a bin.
+    points += [(10, 1.0) for _ in range(4)]
+    assert tail_by_bin(points) == {256: 5.0}

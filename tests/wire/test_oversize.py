@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.wire import EngineCoreOutput, encode_outputs, read_outputs, shrink_outputs
+from tailrace.wire.outputs import EngineCoreOutput, encode_outputs, read_outputs, shrink_outputs
 
 encode = msgspec.msgpack.encode
 

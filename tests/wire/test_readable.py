@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tailrace.wire import EngineCoreOutput, check_outputs, encode_outputs
+from tailrace.wire.outputs import EngineCoreOutput, encode_outputs
+from tailrace.wire.readable import check_outputs
 
 RAW_VIEW: Final = 3
 NO_ARRAYS: Final[tuple[object, ...]] = (1, "x", b"x", {})

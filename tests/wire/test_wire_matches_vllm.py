@@ -9,7 +9,33 @@ import msgspec
 import numpy as np
 import pytest
 
-from tailrace import wire
+from tailrace.wire import requests
+from tailrace.wire.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    encode_outputs,
+    error_outputs,
+    filter_outputs,
+    read_outputs,
+    rename_outputs,
+    shrink_outputs,
+)
+from tailrace.wire.readable import check_outputs
+from tailrace.wire.ready import ReadyResponse, read_ready, write_ready
+from tailrace.wire.requests import (
+    EngineCoreRequest,
+    OfTenant,
+    RequestHead,
+    RequestType,
+    for_engines,
+    read_abort,
+    read_full_request,
+    read_request,
+    read_utility,
+    utility_failure,
+    utility_result,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -51,42 +77,42 @@ def _request(vllm_engine: Any, prompt: list[int] | None, **sampling: Any) -> Any
     )
 
 
-@pytest.mark.parametrize("name", ["EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest"])
-def test_fields_are_in_vllms_order(vllm_engine: Any, name: str) -> None:
-    ours, theirs = getattr(wire, name).__struct_fields__, getattr(vllm_engine, name).__struct_fields__
+@pytest.mark.parametrize("mirror", [EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest])
+def test_fields_are_in_vllms_order(vllm_engine: Any, mirror: type[msgspec.Struct]) -> None:
+    ours, theirs = mirror.__struct_fields__, getattr(vllm_engine, mirror.__name__).__struct_fields__
     # Earlier versions lack some of the last fields.
     both = min(len(ours), len(theirs))
     assert ours[:both] == theirs[:both]
 
 
 def test_outputs_are_mirrored_to_the_last_field(vllm_engine: Any) -> None:
-    for name in ("EngineCoreOutput", "EngineCoreOutputs"):
-        theirs = getattr(vllm_engine, name).__struct_fields__
-        assert getattr(wire, name).__struct_fields__[: len(theirs)] == theirs
+    for mirror in (EngineCoreOutput, EngineCoreOutputs):
+        theirs = getattr(vllm_engine, mirror.__name__).__struct_fields__
+        assert mirror.__struct_fields__[: len(theirs)] == theirs
 
 
 def test_sampling_params_exist_with_these_defaults(vllm_engine: Any) -> None:
     from vllm.sampling_params import SamplingParams
 
     theirs = {field.encode_name: field for field in msgspec.structs.fields(SamplingParams)}
-    for field in msgspec.structs.fields(wire.SamplingParams):
+    for field in msgspec.structs.fields(requests.SamplingParams):
         assert field.encode_name in theirs
         if field.default is not msgspec.NODEFAULT and not isinstance(field.default, msgspec.Raw):
             assert field.default == theirs[field.encode_name].default, field.name
 
 
 def test_enumerations(vllm_engine: Any) -> None:
-    assert {r.name: r.value for r in wire.FinishReason} == {r.name: r.value for r in vllm_engine.FinishReason}
+    assert {r.name: r.value for r in FinishReason} == {r.name: r.value for r in vllm_engine.FinishReason}
     theirs = {t.name: t.value for t in vllm_engine.EngineCoreRequestType}
-    for kind in wire.RequestType:
+    for kind in RequestType:
         assert theirs[kind.name] == kind.value
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 70_000])
 def test_request_head(vllm_engine: Any, serial: Any, length: int) -> None:
     frames = _encode(serial, _request(vllm_engine, [7] * length, max_tokens=99, min_tokens=3, seed=5))
-    head = wire.read_request(frames)
-    assert head == wire.RequestHead(
+    head = read_request(frames)
+    assert head == RequestHead(
         request_id="chat-1",
         prompt_tokens=length,
         max_tokens=99,
@@ -106,7 +132,7 @@ def test_request_head(vllm_engine: Any, serial: Any, length: int) -> None:
 
 def test_request_for_engines_differs_in_ids_alone(vllm_engine: Any, serial: Any) -> None:
     request = _request(vllm_engine, [7] * 20_000, max_tokens=99, logit_bias={3: 1.0})
-    frames = wire.for_engines(_encode(serial, request), "ours")
+    frames = for_engines(_encode(serial, request), "ours")
     decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreRequest).decode(frames)
     request.request_id, request.external_req_id, request.trace_headers = "ours", None, None
     assert frames == _encode(serial, request)
@@ -115,7 +141,7 @@ def test_request_for_engines_differs_in_ids_alone(vllm_engine: Any, serial: Any)
 
 def test_the_tenant_decides_salt_and_priority(vllm_engine: Any, serial: Any) -> None:
     request = _request(vllm_engine, [7] * 20_000, max_tokens=99)
-    frames = wire.for_engines(_encode(serial, request), "ours", wire.OfTenant("/tenant/1/a/", 3))
+    frames = for_engines(_encode(serial, request), "ours", OfTenant("/tenant/1/a/", 3))
     decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreRequest).decode(frames)
     assert (decoded.cache_salt, decoded.priority) == ("/tenant/1/a/", 3)
     request.request_id, request.external_req_id, request.trace_headers = "ours", None, None
@@ -134,9 +160,9 @@ def test_outputs_are_renamed(vllm_engine: Any, serial: Any) -> None:
         )
 
     names = {"a": "x" * 300, "b": "y", "c": "z"}
-    assert wire.rename_outputs(message("a", "b"), names) == message("x" * 300, "y")
+    assert rename_outputs(message("a", "b"), names) == message("x" * 300, "y")
     assert names == {"b": "y", "c": "z"}
-    assert wire.rename_outputs(message("a", "d"), names) == message("a", "d")
+    assert rename_outputs(message("a", "d"), names) == message("a", "d")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +177,7 @@ def test_outputs_are_renamed(vllm_engine: Any, serial: Any) -> None:
 def test_pace_among_the_extra_arguments(
     vllm_engine: Any, serial: Any, extra: dict[str, Any], wanted: float | None
 ) -> None:
-    head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
+    head = read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
     assert (head.pace_tpot_ms, head.wrong_extra) == (wanted, "")
 
 
@@ -172,28 +198,28 @@ def test_pace_among_the_extra_arguments(
 )
 def test_invalid_pace_is_refused_by_name(vllm_engine: Any, serial: Any, value: object, shown: str) -> None:
     extra = {"tailrace_pace_tpot_ms": value}
-    head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
+    head = read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
     assert head.pace_tpot_ms is None
     assert head.wrong_extra == f"vllm_xargs.tailrace_pace_tpot_ms: {shown} is not a number from 0 to 60000."
 
 
 def test_unknown_tailrace_argument_is_refused_by_name(vllm_engine: Any, serial: Any) -> None:
     extra = {"tailrace_pace_tpot": 50, "other": 1}
-    head = wire.read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
+    head = read_request(_encode(serial, _request(vllm_engine, [1], extra_args=extra)))
     assert "vllm_xargs.tailrace_pace_tpot: " in head.wrong_extra
 
 
 def test_request_with_defaults_and_without_prompt_ids(vllm_engine: Any, serial: Any) -> None:
-    head = wire.read_request(_encode(serial, _request(vllm_engine, None)))
+    head = read_request(_encode(serial, _request(vllm_engine, None)))
     assert (head.prompt_tokens, head.max_tokens, head.min_tokens) == (0, 16, 0)
-    head = wire.read_request(_encode(serial, _request(vllm_engine, None, max_tokens=None)))
+    head = read_request(_encode(serial, _request(vllm_engine, None, max_tokens=None)))
     assert head.max_tokens is None
 
 
 def test_full_request(vllm_engine: Any, serial: Any) -> None:
     original = _request(vllm_engine, [1, 2, 3], max_tokens=8, seed=4, stop_token_ids=[9], ignore_eos=True)
     original.sampling_params._eos_token_id = 258
-    request = wire.read_full_request(_encode(serial, original))
+    request = read_full_request(_encode(serial, original))
     assert request.prompt_token_ids == [1, 2, 3]
     sampling = request.sampling_params
     assert sampling is not None
@@ -203,7 +229,7 @@ def test_full_request(vllm_engine: Any, serial: Any) -> None:
 
 def test_not_a_request() -> None:
     with pytest.raises(msgspec.DecodeError):
-        wire.read_request([msgspec.msgpack.encode(["only an id"])])
+        read_request([msgspec.msgpack.encode(["only an id"])])
 
 
 def _two_outputs_with_logprobs(vllm_engine: Any) -> Any:
@@ -247,7 +273,7 @@ def test_filter_keeps_the_rest_untouched(vllm_engine: Any, serial: Any, keep: tu
     frames = _encode(serial, original)
     assert len(frames) > 4
 
-    decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(wire.filter_outputs(frames, keep))
+    decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(filter_outputs(frames, keep))
 
     expected = [output for output, kept in zip(original.outputs, keep, strict=True) if kept]
     assert [output.request_id for output in decoded.outputs] == [output.request_id for output in expected]
@@ -266,14 +292,14 @@ def test_filter_keeps_the_rest_untouched(vllm_engine: Any, serial: Any, keep: tu
 
 def test_filter_requires_one_verdict_per_output(vllm_engine: Any, serial: Any) -> None:
     with pytest.raises(ValueError, match="1 verdicts for 2"):
-        wire.filter_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)), [True])
+        filter_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)), [True])
 
 
 def test_what_vllm_encodes_is_readable(vllm_engine: Any, serial: Any) -> None:
     import torch
     from vllm.v1.outputs import LogprobsTensors
 
-    wire.check_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)))
+    check_outputs(_encode(serial, _two_outputs_with_logprobs(vllm_engine)))
     ids = torch.arange(8_000, dtype=torch.int32).reshape(400, 20)
     prompt = LogprobsTensors(ids, -ids.float(), torch.ones(400, dtype=torch.int64))
     kinds = vllm_engine.EngineCoreEventType
@@ -284,20 +310,20 @@ def test_what_vllm_encodes_is_readable(vllm_engine: Any, serial: Any) -> None:
         *(vllm_engine.EngineCoreOutput("c", [], pooling_output=each) for each in (embedding, image)),
         vllm_engine.EngineCoreOutput("d", [1], routed_experts=np.ones((1, 2, 3), np.int16)),
     ]
-    wire.check_outputs(_encode(serial, vllm_engine.EngineCoreOutputs(outputs=outputs, timestamp=1.0)))
+    check_outputs(_encode(serial, vllm_engine.EngineCoreOutputs(outputs=outputs, timestamp=1.0)))
 
 
 def test_outputs_survive_a_round_trip(vllm_engine: Any, serial: Any) -> None:
     frames = _encode(serial, _two_outputs_with_logprobs(vllm_engine))
-    ours = wire.read_outputs(frames)
+    ours = read_outputs(frames)
     assert [output.new_token_ids for output in ours.outputs] == [[1, 2], [3]]
     again = msgspec.msgpack.encode(ours)
     # Before 0.32 vLLM writes fewer fields.
-    assert again == frames[0] if _last(vllm_engine) else wire.read_outputs([again, *frames[1:]]) == ours
+    assert again == frames[0] if _last(vllm_engine) else read_outputs([again, *frames[1:]]) == ours
 
 
 def test_encoded_outputs_equal_vllms(vllm_engine: Any, serial: Any) -> None:
-    frames = wire.encode_outputs([wire.EngineCoreOutput("a", [5], finish_reason=1)], ["a"])
+    frames = encode_outputs([EngineCoreOutput("a", [5], finish_reason=1)], ["a"])
     decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(frames)
     theirs = vllm_engine.EngineCoreOutput("a", [5], finish_reason=vllm_engine.FinishReason.LENGTH)
     assert decoded.outputs == [theirs]
@@ -311,37 +337,33 @@ def test_encoded_outputs_equal_vllms(vllm_engine: Any, serial: Any) -> None:
 
 def test_endings(vllm_engine: Any, serial: Any) -> None:
     decoder = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs)
-    for frames, reason in (
-        (wire.error_outputs(["a", "b"]), "error"),
-        (wire.abort_outputs(["a", "b"]), "abort"),
-    ):
-        outputs = decoder.decode(frames).outputs
-        assert [(o.request_id, o.new_token_ids, str(o.finish_reason)) for o in outputs] == [
-            ("a", [], reason),
-            ("b", [], reason),
-        ]
+    outputs = decoder.decode(error_outputs(["a", "b"])).outputs
+    assert [(o.request_id, o.new_token_ids, str(o.finish_reason)) for o in outputs] == [
+        ("a", [], "error"),
+        ("b", [], "error"),
+    ]
 
 
 def test_utility_calls(vllm_engine: Any, serial: Any) -> None:
     call_id = 2**64 - 1
-    call = wire.read_utility(_encode(serial, (0, call_id, "sleep", (1, "abort"))))
+    call = read_utility(_encode(serial, (0, call_id, "sleep", (1, "abort"))))
     assert (call.client_index, call.call_id, call.method) == (0, call_id, "sleep")
     assert msgspec.msgpack.decode(call.args) == [1, "abort"]
 
     decoder = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs)
-    answer = decoder.decode(wire.utility_result(call_id, ["generate"])).utility_output
+    answer = decoder.decode(utility_result(call_id, ["generate"])).utility_output
     assert (answer.call_id, answer.failure_message, answer.result.result) == (call_id, None, ["generate"])
-    failure = decoder.decode(wire.utility_failure(7, "no such method")).utility_output
+    failure = decoder.decode(utility_failure(7, "no such method")).utility_output
     assert (failure.call_id, failure.failure_message, failure.result) == (7, "no such method", None)
 
 
 def test_abort(serial: Any) -> None:
-    assert wire.read_abort(_encode(serial, ["a", "b"])) == ["a", "b"]
+    assert read_abort(_encode(serial, ["a", "b"])) == ["a", "b"]
 
 
 def test_ready_response(vllm_engine: Any) -> None:
     theirs = {field.name for field in dataclasses.fields(vllm_engine.EngineCoreReadyResponse)}
-    assert set(wire.ReadyResponse.__struct_fields__) >= theirs
+    assert set(ReadyResponse.__struct_fields__) >= theirs
     response = vllm_engine.EngineCoreReadyResponse(
         1024,
         10,
@@ -363,9 +385,9 @@ def test_ready_response(vllm_engine: Any) -> None:
         kv_cache_size_tokens=160,
     )
     payload = msgspec.msgpack.encode(response)
-    ours = wire.read_ready(payload)
+    ours = read_ready(payload)
     assert (ours.max_model_len, ours.kv_cache_size_tokens) == (1024, 160)
-    again = msgspec.msgpack.decode(wire.write_ready(ours), type=vllm_engine.EngineCoreReadyResponse)
+    again = msgspec.msgpack.decode(write_ready(ours), type=vllm_engine.EngineCoreReadyResponse)
     assert again == response
 
 
@@ -384,7 +406,7 @@ def test_too_large_message_loses_only_its_largest_output(vllm_engine: Any, seria
 
     message = vllm_engine.EngineCoreOutputs(outputs=[output("a", 5), output("large", 1000), output("b", 7)])
     frames = _encode(serial, message)
-    left, dropped = wire.shrink_outputs(frames, 100_000)
+    left, dropped = shrink_outputs(frames, 100_000)
     assert list(dropped) == [1] and dropped[1] > 1_000_000 and sum(map(len, left)) < 30_000
     decoded = serial.MsgpackDecoder(vllm_engine.EngineCoreOutputs).decode(left)
     assert [each.request_id for each in decoded.outputs] == ["a", "b"]

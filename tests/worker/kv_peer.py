@@ -143,12 +143,12 @@ class Serving:
                     session = await self.server.open("request", address_of(message, ours))
                 except KvTransferError as error:
                     return str(error)
-                session.announce(0, [block_hash(number) for number in range(self._settings.blocks)])
+                await session.announce(0, [block_hash(number) for number in range(self._settings.blocks)])
                 self._sessions.append(session)
                 own = ours.message().SerializeToString().hex()
                 return [len(self._sessions) - 1, own, session.ticket.secret.hex()]
             case ["end", int(number)]:
-                await self.server.end(self._sessions[number])
+                await self._sessions[number].end()
                 return True
             case ["address"]:
                 return self.server.address.message().SerializeToString().hex()
@@ -161,15 +161,15 @@ class Serving:
 
     async def _pull(self, message: worker_pb2.KvAddress, ticket: str) -> bool:
         address = address_of(message, self.server.address)
-        transfer = await self._client.connect(address, Ticket(bytes.fromhex(ticket)))
         arrived = asyncio.Event()
 
         async def stand_still(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
             arrived.set()
             await asyncio.Event().wait()
 
+        transfer = await self._client.connect(address, Ticket(bytes.fromhex(ticket)), stand_still)
         names = [block_hash(number) for number in range(self._settings.blocks)]
-        self._pulls.append(asyncio.create_task(transfer.pull(0, names, stand_still)))
+        self._pulls.append(asyncio.create_task(transfer.pull(0, names)))
         await arrived.wait()
         return True
 

@@ -128,24 +128,6 @@ def _address(number: int) -> KvAddress:
     return KvAddress(b"memory of %d" % number, "none")
 
 
-class MemorySession:
-    """BlockSession over the fleet's memory."""
-
-    def __init__(self, blocks: MemoryBlocks, session: KvSession) -> None:
-        self.taken = False
-        self.tickets = [session.ticket]
-        self._blocks = blocks
-        self._session = session
-
-    async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
-        self._session.announce(first_block, hashes)
-
-    async def end(self) -> None:
-        self._session.closed = True
-        del self._blocks.sessions[self._session.ticket]
-        await self._session.drained()
-
-
 class MemoryBlocks:
     """BlockSource over the fleet's memory."""
 
@@ -153,10 +135,10 @@ class MemoryBlocks:
         self.addresses = [_address(number)]
         self.sessions: dict[Ticket, KvSession] = {}
 
-    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> MemorySession:
+    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> KvSession:
         session = KvSession(request_id)
         self.sessions[session.ticket] = session
-        return MemorySession(self, session)
+        return session
 
 
 class MemoryPuller:
@@ -191,7 +173,7 @@ class MemoryTransfer:
     async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
         source = self._source
         found = source.blocks.sessions.get(self._ticket)
-        if found is None:
+        if found is None or found.closed:
             raise KvTransferError("the export has ended")
         if found.hashes(first_block, len(hashes)) != list(hashes):
             raise KvTransferError("other blocks")
@@ -584,7 +566,8 @@ class Fleet:
             stats = node.engine.stats()
             assert stats.requests == [], f"node {node.number} still runs {stats.requests}"
             assert stats.kv_blocks_used == 0, f"node {node.number} holds blocks"
-            assert len(node.imports) == len(node.exports) == len(node.blocks.sessions) == 0
+            assert len(node.imports) == len(node.exports) == 0
+            assert all(session.closed for session in node.blocks.sessions.values())
             assert len(node.running) == 0
             assert node.engine.stats().kv_blocks_total > 0
 

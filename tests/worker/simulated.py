@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tailrace import wire
+from tailrace.wire.outputs import read_outputs
 from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
@@ -135,7 +135,7 @@ class FrontEnd:
         return InstanceSink(self, instance)
 
     def accept(self, instance: int, columns: StepColumns) -> None:
-        outputs = wire.read_outputs(columns.frames).outputs
+        outputs = read_outputs(columns.frames).outputs
         lengths = {
             len(outputs),
             len(columns.handles),

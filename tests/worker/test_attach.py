@@ -11,9 +11,10 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tailrace import wire
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 from tailrace.v1 import worker_pb2
+from tailrace.wire.outputs import EngineCoreOutput, encode_outputs, read_outputs
+from tailrace.wire.requests import utility_result
 from tests.counting import skipped
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, request_frames
@@ -184,15 +185,13 @@ async def test_large_reply_disconnects_no_front_end() -> None:
 def large_step(sizes: Sequence[int]) -> StepColumns:
     """Return a step of vLLM with one output of about each size, for different requests, two tokens each."""
     outputs = [
-        wire.EngineCoreOutput(
-            f"r{n}", [n, n + 100], new_logprobs=msgspec.Raw(msgspec.msgpack.encode(b"x" * size))
-        )
+        EngineCoreOutput(f"r{n}", [n, n + 100], new_logprobs=msgspec.Raw(msgspec.msgpack.encode(b"x" * size)))
         for n, size in enumerate(sizes)
     ]
     count = len(outputs)
     tokens = [token for n in range(count) for token in (n, n + 100)]
     handles = list(range(1, count + 1))
-    frames = wire.encode_outputs(outputs)
+    frames = encode_outputs(outputs)
     return StepColumns(0, 5, frames, handles, [3] * count, [4] * count, [2] * count, tokens, [0] * count)
 
 
@@ -207,7 +206,7 @@ async def test_too_large_outputs_end_only_their_request() -> None:
     outputs = (await front.peer.down.get()).outputs
     assert list(outputs.handles) == [1, 3, 4] and list(outputs.counts) == [2, 2, 2]
     assert list(outputs.token_ids) == [0, 100, 2, 102, 3, 103]
-    assert [each.request_id for each in wire.read_outputs(list(outputs.frames)).outputs] == ["r0", "r2", "r3"]
+    assert [each.request_id for each in read_outputs(list(outputs.frames)).outputs] == ["r0", "r2", "r3"]
     assert outputs.ByteSize() < 2 << 20
     # The engine was told to free it, and no front end was disconnected.
     await asyncio.sleep(0)
@@ -242,7 +241,7 @@ async def test_large_outputs_end_first_while_much_is_queued() -> None:
 async def test_too_large_result_of_a_call_is_a_failure() -> None:
     worker = Worker()
     front = await attached(worker, "a", limit=1 << 20)
-    worker.sink.on_utility(0, 7, wire.utility_result(7, "x" * (2 << 20)))
+    worker.sink.on_utility(0, 7, utility_result(7, "x" * (2 << 20)))
     result = (await front.peer.down.get()).utility
     assert result.call_id == 7 and b"more than 1048576" in result.frames[0]
     front.peer.up.put_nowait(None)

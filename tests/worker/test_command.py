@@ -65,7 +65,7 @@ def test_unknown_setting_of_the_simulated_engine_is_named() -> None:
 def test_tiny_model_is_recognized_through_a_symlink(tmp_path: Path) -> None:
     link = tmp_path / "tiny-model"
     link.symlink_to(MODEL_PATH)
-    for name in (None, str(MODEL_PATH), str(link)):
+    for name in ("", str(MODEL_PATH), str(link)):
         options = with_tiny_models_defaults(EngineOptions("vllm", model=name))
         # In another precision its answers can be wrong.
         assert options.arguments == {"dtype": "float32", "reasoning_parser": "qwen3"}

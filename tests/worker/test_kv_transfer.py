@@ -27,7 +27,7 @@ from worker_agent.engine.base import KvShape, Staging
 from worker_agent.engine.errors import KvCorrupt
 from worker_agent.faults import FaultSpec
 from worker_agent.kv.address import KvAddress, KvIdentityError, KvTransferError, Ticket, address_of
-from worker_agent.kv.client import KvClient, KvTransfer
+from worker_agent.kv.client import Deliver, KvClient, KvTransfer
 from worker_agent.kv.memory import Mappings, StagingPool
 from worker_agent.kv.ucx import (
     Channel,
@@ -72,9 +72,9 @@ class Source:
         return number, address_of(message, client.address), Ticket(bytes.fromhex(ticket))
 
     @asynccontextmanager
-    async def transfer(self, client: KvClient) -> AsyncIterator[KvTransfer]:
+    async def transfer(self, client: KvClient, deliver: Deliver) -> AsyncIterator[KvTransfer]:
         number, address, ticket = await self.open(client)
-        transfer = await client.connect(address, ticket)
+        transfer = await client.connect(address, ticket, deliver)
         try:
             yield transfer
         finally:
@@ -183,10 +183,10 @@ def names(first: int, count: int) -> list[bytes]:
 
 async def test_many_blocks_arrive_unchanged(any_client: KvClient, source: Source) -> None:
     receiver = Receiver()
-    async with source.transfer(any_client) as transfer:
-        assert await transfer.pull(0, names(0, BLOCKS), receiver.deliver) == BLOCKS * SIZE
+    async with source.transfer(any_client, receiver.deliver) as transfer:
+        assert await transfer.pull(0, names(0, BLOCKS)) == BLOCKS * SIZE
         for first, count in [(3, 1), (100, 129), (699, 1), (0, 128)]:
-            await transfer.pull(first, names(first, count), receiver.deliver)
+            await transfer.pull(first, names(first, count))
     assert sorted(receiver.blocks) == list(range(BLOCKS))
     assert all(receiver.blocks[number] == block(number, SIZE).tobytes() for number in range(BLOCKS))
 
@@ -194,8 +194,8 @@ async def test_many_blocks_arrive_unchanged(any_client: KvClient, source: Source
 async def test_concurrent_transfers_are_separate(any_client: KvClient, source: Source) -> None:
     async def pull(first: int, count: int) -> list[int]:
         receiver = Receiver()
-        async with source.transfer(any_client) as transfer:
-            await transfer.pull(first, names(first, count), receiver.deliver)
+        async with source.transfer(any_client, receiver.deliver) as transfer:
+            await transfer.pull(first, names(first, count))
         return sorted(receiver.blocks)
 
     ranges = [(0, 400), (200, 400), (300, 400)]
@@ -216,29 +216,29 @@ async def test_only_the_given_address_and_ports_listen_during_a_transfer(client:
                 (each.laddr.ip, each.laddr.port) for each in of_source if each.status == psutil.CONN_LISTEN
             )
 
-        async with source.transfer(client) as transfer:
-            await transfer.pull(0, names(0, 300), look)
+        async with source.transfer(client, look) as transfer:
+            await transfer.pull(0, names(0, 300))
     assert listening
     assert all(address == "127.0.0.1" and 23100 <= port <= 23199 for address, port in listening)
 
 
 async def test_blocks_with_other_names_are_refused(client: KvClient, source: Source) -> None:
     receiver = Receiver()
-    async with source.transfer(client) as transfer:
+    async with source.transfer(client, receiver.deliver) as transfer:
         with pytest.raises(KvIdentityError):
-            await transfer.pull(0, [b"another", *names(1, 3)], receiver.deliver)
+            await transfer.pull(0, [b"another", *names(1, 3)])
     assert receiver.blocks == {}
     # A failed transfer leaves nothing behind that could disturb the next one.
-    async with source.transfer(client) as transfer:
-        await transfer.pull(0, names(0, 4), receiver.deliver)
+    async with source.transfer(client, receiver.deliver) as transfer:
+        await transfer.pull(0, names(0, 4))
     assert len(receiver.blocks) == 4
 
 
 async def test_unannounced_blocks_are_refused(client: KvClient, source: Source) -> None:
     receiver = Receiver()
-    async with source.transfer(client) as transfer:
+    async with source.transfer(client, receiver.deliver) as transfer:
         with pytest.raises(KvTransferError, match="ended"):
-            await transfer.pull(BLOCKS - 1, names(BLOCKS - 1, 2), receiver.deliver)
+            await transfer.pull(BLOCKS - 1, names(BLOCKS - 1, 2))
     assert receiver.blocks == {}
 
 
@@ -246,11 +246,11 @@ async def test_source_without_memory_to_stage_blocks_says_so(ucx: None) -> None:
     receiver = Receiver()
     async with source_process(PeerSettings(BLOCKS, SIZE, staged_max=1)) as source:
         remote = client_of(shape(SIZE), Remote)
-        async with source.transfer(remote) as transfer:
+        async with source.transfer(remote, receiver.deliver) as transfer:
             with pytest.raises(KvTransferError, match="cannot read the blocks"):
-                await transfer.pull(0, names(0, 2), receiver.deliver)
-        async with source.transfer(remote) as transfer:
-            await transfer.pull(0, names(0, 1), receiver.deliver)
+                await transfer.pull(0, names(0, 2))
+        async with source.transfer(remote, receiver.deliver) as transfer:
+            await transfer.pull(0, names(0, 1))
     assert list(receiver.blocks) == [0]
 
 
@@ -258,26 +258,25 @@ async def test_kv_of_another_model_is_refused(client: KvClient, source: Source) 
     number, address, ticket = await source.open(client)
     other = KvShape("another-model", 16, 4, SIZE // 4)
     with pytest.raises(KvIdentityError, match="another model"):
-        await client_of(other).connect(address, ticket)
+        await client_of(other).connect(address, ticket, Receiver().deliver)
     await source.ask("end", number)
 
 
 async def test_pull_after_the_end_of_the_export_fails(any_client: KvClient, source: Source) -> None:
     number, address, ticket = await source.open(any_client)
-    transfer = await any_client.connect(address, ticket)
     receiver = Receiver()
-    await transfer.pull(0, names(0, 4), receiver.deliver)
+    transfer = await any_client.connect(address, ticket, receiver.deliver)
+    await transfer.pull(0, names(0, 4))
     await source.ask("end", number)
     with pytest.raises(KvTransferError, match="ended"):
         async with asyncio.timeout(3):
-            await transfer.pull(4, names(4, 4), receiver.deliver)
+            await transfer.pull(4, names(4, 4))
     await transfer.close()
 
 
 async def test_blocks_being_read_do_not_change_when_the_export_ends(client: KvClient, source: Source) -> None:
     """In shared memory, another export could overwrite it, and it would count as corrupt."""
     number, address, ticket = await source.open(client)
-    transfer = await client.connect(address, ticket)
     reading, others = asyncio.Event(), asyncio.Event()
     receiver = Receiver()
 
@@ -286,11 +285,12 @@ async def test_blocks_being_read_do_not_change_when_the_export_ends(client: KvCl
         await others.wait()
         await receiver.deliver(first, num_blocks, data, sums)
 
-    pull = asyncio.create_task(transfer.pull(0, names(0, BLOCKS), read_late))
+    transfer = await client.connect(address, ticket, read_late)
+    pull = asyncio.create_task(transfer.pull(0, names(0, BLOCKS)))
     await reading.wait()
     await source.ask("end", number)
-    async with source.transfer(client) as another:
-        await another.pull(300, names(300, 400), Receiver().deliver)
+    async with source.transfer(client, Receiver().deliver) as another:
+        await another.pull(300, names(300, 400))
     others.set()
     with pytest.raises(KvTransferError, match="ended"):
         await pull
@@ -303,8 +303,8 @@ async def test_ticket_is_valid_once(client: KvClient) -> None:
     async with source_process() as source:
         number, address, ticket = await source.open(client)
         receiver = Receiver()
-        transfer = await client.connect(address, ticket)
-        await transfer.pull(0, names(0, 8), receiver.deliver)
+        transfer = await client.connect(address, ticket, receiver.deliver)
+        await transfer.pull(0, names(0, 8))
         assert await source.ask("state") == [1, 0]
         # Any process that knows the address can send; unexpected messages of any size are dropped.
         channel = await Channel.connect(address)
@@ -315,7 +315,7 @@ async def test_ticket_is_valid_once(client: KvClient) -> None:
         ]:
             await channel.wait(channel.send(np.zeros(size, np.uint8), tag))
         await source.until(sessions=1, strays=3)
-        await transfer.pull(8, names(8, 8), receiver.deliver)
+        await transfer.pull(8, names(8, 8))
         assert len(receiver.blocks) == 16
         await transfer.close()
         await channel.close()
@@ -323,7 +323,7 @@ async def test_ticket_is_valid_once(client: KvClient) -> None:
         await source.until(sessions=0, strays=3)
         with pytest.raises((TimeoutError, KvTransferError)):
             async with asyncio.timeout(0.3):
-                await client.connect(address, ticket)
+                await client.connect(address, ticket, receiver.deliver)
         await source.ask("end", number)
 
 
@@ -351,14 +351,14 @@ async def test_unclaimed_ticket_expires(client: KvClient) -> None:
 
 async def test_late_replies_are_dropped(any_client: KvClient, source: Source) -> None:
     """A target that gives up does not know which replies are still in flight."""
-    async with source.transfer(any_client) as transfer:
-        entered = asyncio.Event()
+    entered = asyncio.Event()
 
-        async def wait_for_ever(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
-            entered.set()
-            await asyncio.sleep(0.2)
+    async def wait_for_ever(first: int, num_blocks: int, data: Staging, sums: Sequence[int]) -> None:
+        entered.set()
+        await asyncio.sleep(0.2)
 
-        pull = asyncio.create_task(transfer.pull(0, names(0, BLOCKS), wait_for_ever))
+    async with source.transfer(any_client, wait_for_ever) as transfer:
+        pull = asyncio.create_task(transfer.pull(0, names(0, BLOCKS)))
         await entered.wait()
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -368,19 +368,19 @@ async def test_late_replies_are_dropped(any_client: KvClient, source: Source) ->
         while await discard_strays():
             pass
     receiver = Receiver()
-    async with source.transfer(any_client) as transfer:
-        await transfer.pull(0, names(0, 4), receiver.deliver)
+    async with source.transfer(any_client, receiver.deliver) as transfer:
+        await transfer.pull(0, names(0, 4))
     assert len(receiver.blocks) == 4
 
 
 async def test_corrupt_block_is_detected(any_client: KvClient) -> None:
     async with source_process(PeerSettings(BLOCKS, SIZE, faults=[FaultSpec(corrupt="kv")])) as source:
         receiver = Receiver()
-        async with source.transfer(any_client) as transfer:
+        async with source.transfer(any_client, receiver.deliver) as transfer:
             with pytest.raises(KvCorrupt):
-                await transfer.pull(0, names(0, 4), receiver.deliver)
-        async with source.transfer(any_client) as transfer:
-            await transfer.pull(0, names(0, 4), receiver.deliver)
+                await transfer.pull(0, names(0, 4))
+        async with source.transfer(any_client, receiver.deliver) as transfer:
+            await transfer.pull(0, names(0, 4))
         assert len(receiver.blocks) == 4
 
 
@@ -388,25 +388,26 @@ async def test_corrupt_block_is_detected(any_client: KvClient) -> None:
 async def test_plain_transfer_is_refused_if_one_end_encrypts(encrypting_end: str, client: KvClient) -> None:
     async with source_process(PeerSettings(BLOCKS, SIZE, sealed=encrypting_end == "source")) as source:
         receiver = Receiver()
-        async with source.transfer(client_of(shape(SIZE), Remote, encrypting_end == "target")) as transfer:
-            await transfer.pull(0, names(0, 4), receiver.deliver)
+        remote = client_of(shape(SIZE), Remote, encrypting_end == "target")
+        async with source.transfer(remote, receiver.deliver) as transfer:
+            await transfer.pull(0, names(0, 4))
             assert transfer._kind is RequestKind.SEALED
             # As if the request had been modified in transit.
             transfer._sealed = False
             with pytest.raises(KvTransferError):
-                await transfer.pull(4, names(4, 4), receiver.deliver)
-        async with source.transfer(client) as shared:
-            await shared.pull(8, names(8, 4), receiver.deliver)
+                await transfer.pull(4, names(4, 4))
+        async with source.transfer(client, receiver.deliver) as shared:
+            await shared.pull(8, names(8, 4))
         assert sorted(receiver.blocks) == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 async def test_memory_of_a_source_that_shares_none_is_not_mapped(client: KvClient, source: Source) -> None:
     """The hello names shared memory, as a modified message could; blocks are still sent by UCX."""
     number, address, ticket = await source.open(client)
-    transfer = await client.connect(replace(address, host=b"elsewhere"), ticket)
     receiver = Receiver()
+    transfer = await client.connect(replace(address, host=b"elsewhere"), ticket, receiver.deliver)
     try:
-        await transfer.pull(0, names(0, 4), receiver.deliver)
+        await transfer.pull(0, names(0, 4))
         assert transfer._kind is RequestKind.BLOCKS and len(receiver.blocks) == 4
     finally:
         await transfer.close()
@@ -423,13 +424,13 @@ async def test_death_of_the_source_during_a_transfer_is_an_error(any_client: KvC
                 await source.process.wait()
             await received.deliver(first, num_blocks, data, sums)
 
-        async with source.transfer(any_client) as transfer:
+        async with source.transfer(any_client, die_then) as transfer:
             with pytest.raises(KvTransferError):
                 async with asyncio.timeout(WAIT_S):
-                    await transfer.pull(0, names(0, BLOCKS), die_then)
+                    await transfer.pull(0, names(0, BLOCKS))
     with pytest.raises(KvTransferError):
         async with asyncio.timeout(WAIT_S):
-            await any_client.connect(own_address(sealed=False), Ticket.fresh())
+            await any_client.connect(own_address(sealed=False), Ticket.fresh(), received.deliver)
 
 
 async def test_death_of_the_target_during_a_transfer_leaves_nothing_behind(
@@ -447,8 +448,8 @@ async def test_death_of_the_target_during_a_transfer_leaves_nothing_behind(
     assert isinstance(state, list)
     await source.until(sessions=0, strays=state[1])
     receiver = Receiver()
-    async with source.transfer(client) as transfer:
-        await transfer.pull(0, names(0, 4), receiver.deliver)
+    async with source.transfer(client, receiver.deliver) as transfer:
+        await transfer.pull(0, names(0, 4))
     assert len(receiver.blocks) == 4
 
 

@@ -9,8 +9,9 @@ import sys
 import msgspec
 import pytest
 
-from tailrace import wire
 from tailrace.cluster import Phase
+from tailrace.wire.outputs import EngineCoreOutputs, FinishReason, read_outputs
+from tailrace.wire.ready import read_ready
 from tests.waiting import WAIT_S
 from tests.worker.simulated import (
     END_THINK,
@@ -48,7 +49,7 @@ def test_output_is_reasoning_then_answer_then_end() -> None:
     assert tokens.count(THINK) == tokens.count(END_THINK) == tokens.count(EOS) == 1
     letters = [token for token in tokens if token < 256]
     assert bytes(letters).decode("ascii").isprintable()
-    assert stream.finish == (wire.FinishReason.STOP, None)
+    assert stream.finish == (FinishReason.STOP, None)
 
 
 def test_phase_changes_are_flagged() -> None:
@@ -100,14 +101,14 @@ def test_lengths_requested_by_the_request() -> None:
 def test_max_tokens() -> None:
     stream = undisturbed(PROMPT, max_tokens=3)
     assert len(stream.tokens) == 3
-    assert stream.finish == (wire.FinishReason.LENGTH, None)
+    assert stream.finish == (FinishReason.LENGTH, None)
 
 
 def test_ignore_eos_generates_up_to_the_maximum_length() -> None:
     stream = undisturbed(PROMPT, max_tokens=None, ignore_eos=True)
     assert EOS not in stream.tokens
     assert len(PROMPT) + len(stream.tokens) == SMALL.max_model_len
-    assert stream.finish == (wire.FinishReason.LENGTH, None)
+    assert stream.finish == (FinishReason.LENGTH, None)
 
 
 def test_min_tokens_suppresses_eos_and_stop_tokens() -> None:
@@ -130,17 +131,17 @@ def test_stop_token() -> None:
     stop = plain[-1]
     stream = undisturbed(PROMPT, max_tokens=None, ignore_eos=True, stop_token_ids=[stop])
     assert stream.tokens == plain[: plain.index(stop) + 1]
-    assert stream.finish == (wire.FinishReason.STOP, stop)
+    assert stream.finish == (FinishReason.STOP, stop)
 
 
 def test_last_output_lists_the_request_as_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(SMALL)
-    messages: list[wire.EngineCoreOutputs] = []
+    messages: list[EngineCoreOutputs] = []
     sink = fleet.front_end.sink(0)
     accept = sink.on_step
 
     def on_step(columns: StepColumns) -> None:
-        messages.append(wire.read_outputs(columns.frames))
+        messages.append(read_outputs(columns.frames))
         accept(columns)
 
     monkeypatch.setattr(sink, "on_step", on_step)
@@ -709,7 +710,7 @@ def test_large_blocks_are_copied_in_parts() -> None:
 
 def test_ready_response() -> None:
     info = Fleet(SMALL).infos[0]
-    ready = wire.read_ready(info.ready_response)
+    ready = read_ready(info.ready_response)
     assert (ready.num_gpu_blocks, ready.block_size, ready.max_model_len) == (24, 4, 72)
     assert info.kv_shape.block_bytes == SMALL.block_tokens * SMALL.kv_bytes_per_token
 
@@ -720,7 +721,7 @@ def test_utilities() -> None:
     for method in ("get_supported_tasks", "is_sleeping", "reset_prefix_cache", "make_coffee"):
         engine.utility(2, 77, [msgspec.msgpack.encode([0, 77, method, []])])
     answers = [
-        msgspec.msgpack.decode(wire.read_outputs(frames).utility_output)
+        msgspec.msgpack.decode(read_outputs(frames).utility_output)
         for _, _, frames in fleet.front_end.utilities
     ]
     assert {(client, call_id) for client, call_id, _ in fleet.front_end.utilities} == {(2, 77)}

@@ -48,7 +48,7 @@ from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -74,10 +74,10 @@ class Before:
 
 def engine_with(async_scheduling: bool) -> VllmEngine:
     return VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=KV_BLOCKS,
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_num_seqs": 16,
                 "max_model_len": 2048,

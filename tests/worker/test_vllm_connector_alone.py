@@ -17,7 +17,8 @@ from tests.worker.vllm_front import Front
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.connector import handover_of, transfer_config
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+from worker_agent.engine.vllm.settings import vllm_config
+from worker_agent.settings import EngineOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -66,22 +67,22 @@ def test_how_requests_move(
         # Set as the engine does, and restored afterwards.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    handover = handover_of(vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args=arguments)))
+    handover = handover_of(vllm_config(EngineOptions(model=str(MODEL_PATH), arguments=arguments)))
     assert handover.mode is mode
     assert handover.reason.startswith(reason)
 
 
 def test_invalid_configuration_is_reported_in_one_line() -> None:
     with pytest.raises(RuntimeError, match="kv_transfer_config 'x': a JSON object expected"):
-        vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args={"kv_transfer_config": "x"}))
+        vllm_config(EngineOptions(model=str(MODEL_PATH), arguments={"kv_transfer_config": "x"}))
 
 
 async def test_stream_is_replayed_with_a_disk_store(tmp_path: Path) -> None:
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=32,
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_model_len": 512,
                 # Otherwise the device would still have the blocks on disk.

@@ -53,7 +53,7 @@ from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.hidden_states import StepStates
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.requests import LengthPrediction
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -102,11 +102,11 @@ def plain_vllm() -> Iterator[subprocess.Popen[str]]:
 async def started() -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
     """One engine for the whole module, as vLLM allows one per process."""
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=KV_BLOCKS,
             predictor=str(PREDICTOR_PATH),
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_num_seqs": 16,
                 "max_model_len": 2048,

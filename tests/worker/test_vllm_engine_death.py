@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -40,14 +40,14 @@ class Sink:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (VllmSettings(model="/nowhere/at-all"), "--model: no folder /nowhere/at-all"),
+        (EngineOptions(model="/nowhere/at-all"), "--model: no folder /nowhere/at-all"),
         # Detected only after the model is loaded.
-        (VllmSettings(model=str(MODEL_PATH), kv_blocks=4), "max_model_len"),
+        (EngineOptions(model=str(MODEL_PATH), kv_blocks=4), "max_model_len"),
     ],
     ids=["no model", "no room"],
 )
 async def test_invalid_setting_is_named_in_one_line(
-    settings: VllmSettings, message: str, caplog: pytest.LogCaptureFixture
+    settings: EngineOptions, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = VllmEngine(settings)
     with pytest.raises(RuntimeError, match="did not start") as raised:
@@ -59,7 +59,7 @@ async def test_invalid_setting_is_named_in_one_line(
 
 async def test_failure_of_the_engine_thread_is_reported_to_all() -> None:
     engine, sink = (
-        VllmEngine(VllmSettings(model=str(MODEL_PATH), kv_blocks=32, engine_args={"max_model_len": 512})),
+        VllmEngine(EngineOptions(model=str(MODEL_PATH), kv_blocks=32, arguments={"max_model_len": 512})),
         Sink(),
     )
     await engine.start(sink)

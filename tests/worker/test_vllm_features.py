@@ -27,7 +27,7 @@ from worker_agent.engine.base import OutputFlag
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.internals import installed_version
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -72,10 +72,10 @@ async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
     for seed, name in enumerate(MODELS[1:]):
         make_adapter(folder / name, seed)
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=97,
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_num_seqs": 8,
                 "max_model_len": 1024,

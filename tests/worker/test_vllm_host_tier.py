@@ -27,7 +27,7 @@ from worker_agent.engine.base import EngineInfo, Submission
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.host_pool import HostPool
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -49,11 +49,11 @@ PREFIX_BLOCKS = 10
 async def started(request: pytest.FixtureRequest) -> AsyncIterator[tuple[VllmEngine, Front, EngineInfo]]:
     """Engines without and with async scheduling, one after the other."""
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=KV_BLOCKS,
             host_kv_bytes=HOST_BLOCKS * BLOCK_BYTES,
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_num_seqs": 8,
                 "max_model_len": 640,

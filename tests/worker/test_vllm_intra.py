@@ -29,7 +29,7 @@ from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.vllm.core import use_policy
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -44,10 +44,10 @@ THINKING = {"logit_bias": NO_THINK_END}
 async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     """An engine with memory for all requests but only two slots, so that the order matters."""
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=97,
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_num_seqs": SEATS,
                 "max_model_len": 1024,

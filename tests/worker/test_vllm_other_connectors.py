@@ -22,7 +22,7 @@ from tests.worker.vllm_bundle import Bundle, take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.errors import NoRoom
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -55,10 +55,10 @@ def greedy(tokens: int = 80) -> SamplingParams:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=KV_BLOCKS,
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_num_seqs": 8,
                 "max_model_len": 512,

@@ -12,10 +12,10 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import VllmSettings
 from worker_agent.profiling.fitting import profile_of
 from worker_agent.profiling.measure import batches, measure, prompt_lengths
 from worker_agent.profiling.probes import Probes
+from worker_agent.settings import EngineOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -35,10 +35,10 @@ class NoUsers:
 
 async def test_profile_of_a_vllm_engine() -> None:
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=128,
-            engine_args={"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8},
+            arguments={"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8},
         )
     )
     probes = Probes(NoUsers(), asyncio.get_running_loop().time)

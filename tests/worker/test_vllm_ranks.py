@@ -18,9 +18,10 @@ from tests.models.lanes import run_cell
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from worker_agent.engine.vllm.connector import handover_of
-from worker_agent.engine.vllm.ranks import encode_settings, folder_key, node_settings
-from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+from worker_agent.engine.vllm.ranks import encode_options, folder_key, node_options
+from worker_agent.engine.vllm.settings import vllm_config
 from worker_agent.parallel.rank_leftovers import WORKER_PID
+from worker_agent.settings import EngineOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -56,16 +57,16 @@ def ranks_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ranks_environment")
 def test_requests_of_an_engine_on_two_nodes_move_by_replay() -> None:
-    settings = VllmSettings(model=str(MODEL_PATH), engine_args={**TWO_NODES, "tensor_parallel_size": 2})
+    settings = EngineOptions(model=str(MODEL_PATH), arguments={**TWO_NODES, "tensor_parallel_size": 2})
     assert handover_of(vllm_config(settings)) == by_replay("ranks on 2 nodes")
 
 
 def test_nodes_get_the_settings_of_their_worker() -> None:
-    settings = VllmSettings(model="there", kv_blocks=9, engine_args={**TWO_NODES, "tensor_parallel_size": 2})
-    encoded = encode_settings(settings)
-    node = replace(settings, engine_args={**settings.engine_args, "node_rank": 1})
-    assert node_settings(encoded, 1, None) == node
-    assert node_settings(encoded, 1, "here") == replace(node, model="here")
+    settings = EngineOptions(model="there", kv_blocks=9, arguments={**TWO_NODES, "tensor_parallel_size": 2})
+    encoded = encode_options(settings)
+    node = replace(settings, arguments={**settings.arguments, "node_rank": 1}, unused=[])
+    assert node_options(encoded, 1, None) == node
+    assert node_options(encoded, 1, "here") == replace(node, model="here")
 
 
 def test_models_are_compared_by_their_files(tmp_path: Path) -> None:
@@ -124,5 +125,5 @@ def test_models_are_compared_by_their_files(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ranks_environment")
 def test_impossible_settings_are_reported_in_one_line(arguments: dict[str, JsonValue], said: str) -> None:
     with pytest.raises(RuntimeError, match=said) as error:
-        vllm_config(VllmSettings(model=str(MODEL_PATH), engine_args=arguments))
+        vllm_config(EngineOptions(model=str(MODEL_PATH), arguments=arguments))
     assert "\n" not in str(error.value)

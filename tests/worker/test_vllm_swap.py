@@ -32,7 +32,7 @@ from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.core import use_policy
 from worker_agent.engine.vllm.engine import VllmEngine
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.settings import EngineOptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -71,12 +71,12 @@ def kinds() -> list[tuple[list[int], SamplingParams]]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[tuple[VllmEngine, Front]]:
     engine = VllmEngine(
-        VllmSettings(
+        EngineOptions(
             model=str(MODEL_PATH),
             kv_blocks=KV_BLOCKS,
             host_kv_bytes=HOST_BLOCKS * BLOCK_BYTES,
             # Without a prefix cache, all blocks of a resumed request come from host memory.
-            engine_args={
+            arguments={
                 "dtype": "float32",
                 "max_num_seqs": 8,
                 "max_model_len": MODEL_LEN,

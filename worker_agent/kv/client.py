@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Final
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _CONNECT_S: Final = 5.0
 _GOODBYE_S: Final = 1.0
 
-Deliver = Callable[[int, int, Staging, Sequence[int]], Awaitable[None]]
+Deliver = Callable[[int, int, Staging, Sequence[int]], Coroutine[object, object, None]]
 """Takes (first block, number of blocks, their bytes, their checksums); the buffer is reused afterwards."""
 
 
@@ -89,15 +89,17 @@ class KvClient:
         """Return the address to which sources send blocks."""
         return self._address
 
-    async def connect(self, source: KvAddress, ticket: Ticket) -> KvTransfer:
+    async def connect(self, source: KvAddress, ticket: Ticket, deliver: Deliver) -> KvTransfer:
         """Connect to a source and greet it in advance, so that pulls during a pause are faster.
 
-        A ticket is valid for one connection. Raise KvTransferError.
+        A ticket is valid for one connection. `deliver` takes what arrives. Raise KvTransferError.
         """
         channel = await Channel.connect(source)
         mappings = self._mappings if source.shares_memory(self.address) else None
         sealed = self.address.sealed or source.sealed
-        transfer = KvTransfer(channel, ticket, self._shape, self._pool, mappings, self._metrics, sealed)
+        transfer = KvTransfer(
+            channel, ticket, self._shape, self._pool, mappings, self._metrics, sealed, deliver
+        )
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await transfer.greet()
@@ -111,7 +113,7 @@ class KvClient:
 
 
 class KvTransfer:
-    """All pulls of one migration, one after the other.
+    """The BlockTransfer of an engine with one device, or of one rank.
 
     A pull that fails in any way ends the transfer and discards its buffers.
     """
@@ -125,6 +127,7 @@ class KvTransfer:
         mappings: Mappings | None,
         metrics: WorkerMetrics,
         sealed: bool,
+        deliver: Deliver,
     ) -> None:
         """`mappings`: for a source that shares memory; None: it does not, regardless of what it sends."""
         self._channel = channel
@@ -135,6 +138,7 @@ class KvTransfer:
         self._pool = pool
         self._mappings = mappings
         self._metrics = metrics
+        self._deliver = deliver
         # The slots of the source's shared memory, used in turn; empty: none.
         self._slots: list[Staging] = []
         self._segment: SegmentName | None = None
@@ -155,17 +159,17 @@ class KvTransfer:
         if segment is not None and self._mappings is not None:
             self._slots = self._map_slots(segment, self._mappings)
 
-    async def pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> int:
+    async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
         """Fetch the blocks with these hashes and deliver them chunk by chunk; return the bytes received.
 
         While one chunk is delivered, the next ones are in flight. The caller sets the deadline. Raise
         KvTransferError, KvIdentityError for other blocks than those named, EngineRefusal if there is no
-        memory to receive them, and what `deliver` raises.
+        memory to receive them, and what their delivery raises.
         """
         if not hashes:
             return 0
         try:
-            await self._pull(first_block, hashes, deliver)
+            await self._pull(first_block, hashes)
         except BaseException:
             await run_to_completion(self._channel.close())
             raise
@@ -188,7 +192,7 @@ class KvTransfer:
             if segment is not None and self._mappings is not None:
                 self._mappings.release(segment)
 
-    async def _pull(self, first_block: int, hashes: Sequence[bytes], deliver: Deliver) -> None:
+    async def _pull(self, first_block: int, hashes: Sequence[bytes]) -> None:
         end = first_block + len(hashes)
         next_block = first_block
         in_flight: deque[_Incoming] = deque()
@@ -214,7 +218,8 @@ class KvTransfer:
                 out = host_bytes(chunk.staging)
                 opened = asyncio.to_thread(self._seal.open_data, chunk.chunk, chunk.sealed, out)
                 await run_to_completion(opened)
-            await run_to_completion(_run(deliver, chunk, header.checksums))
+            delivery = self._deliver(chunk.first, chunk.num_blocks, chunk.staging, header.checksums)
+            await run_to_completion(delivery)
             if chunk.kind is not RequestKind.SHARED:
                 self._pool.give_back(chunk.staging, chunk.num_blocks)
 
@@ -271,45 +276,6 @@ def _succeeded(message: asyncio.Task[object]) -> bool:
     return message.done() and not message.cancelled() and message.exception() is None
 
 
-async def _run(deliver: Deliver, chunk: _Incoming, checksums: Sequence[int]) -> None:
-    await deliver(chunk.first, chunk.num_blocks, chunk.staging, checksums)
-
-
-class SingleSession:
-    """The blocks of one export."""
-
-    def __init__(self, session: KvSession, server: KvServer) -> None:
-        self.tickets = [session.ticket]
-        self.taken = False
-        self._session = session
-        self._server = server
-
-    async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
-        """BlockSession.announce."""
-        self._session.announce(first_block, hashes)
-
-    async def end(self) -> None:
-        """BlockSession.end."""
-        self._session.taken = self.taken
-        await self._server.end(self._session)
-
-
-class SingleTransfer:
-    """All pulls of one migration; the engine writes the blocks."""
-
-    def __init__(self, transfer: KvTransfer, deliver: Deliver) -> None:
-        self._transfer = transfer
-        self._deliver = deliver
-
-    async def pull(self, first_block: int, hashes: Sequence[bytes]) -> int:
-        """BlockTransfer.pull."""
-        return await self._transfer.pull(first_block, hashes, self._deliver)
-
-    async def close(self) -> None:
-        """BlockTransfer.close."""
-        await self._transfer.close()
-
-
 class SingleTransport:
     """BlockSource and BlockPuller over one endpoint."""
 
@@ -319,19 +285,20 @@ class SingleTransport:
         self._client = client
         self.addresses = [server.address]
 
-    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> SingleSession:
+    async def open(self, request_id: str, targets: Sequence[KvAddress]) -> KvSession:
         """BlockSource.open."""
         (target,) = targets
-        return SingleSession(await self._server.open(request_id, target), self._server)
+        return await self._server.open(request_id, target)
 
     async def connect(
         self, request_id: str, sources: Sequence[KvAddress], tickets: Sequence[Ticket]
-    ) -> SingleTransfer:
+    ) -> KvTransfer:
         """BlockPuller.connect."""
         if len(tickets) != 1:
             raise KvTransferError(f"{len(tickets)} tickets for one device")
-        transfer = await self._client.connect(sources[0], tickets[0])
-        return SingleTransfer(transfer, partial(self._engine.write_blocks, request_id))
+        return await self._client.connect(
+            sources[0], tickets[0], partial(self._engine.write_blocks, request_id)
+        )
 
     async def close(self) -> None:
         """End every session."""

@@ -41,21 +41,27 @@ log = logging.getLogger(__name__)
 
 
 class KvSession:
-    """The blocks of one export that its target may read: those that were announced to it."""
+    """The BlockSession of an engine with one device, or of one rank."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         # Created for this export, and given only to its target.
         self.ticket = Ticket.fresh()
+        # Answers its target, once it is open.
+        self.conversation: asyncio.Task[None] | None = None
         self._hashes: list[bytes] = []
         self._readers = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.closed = False
-        # Whether the target has committed, so that it reads no more blocks.
         self.taken = False
 
-    def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
+    @property
+    def tickets(self) -> Sequence[Ticket]:
+        """BlockSession.tickets."""
+        return [self.ticket]
+
+    async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
         """Allow these blocks to be read. They follow or replace the blocks announced before.
 
         Raise KvTransferError if there would be a gap.
@@ -84,8 +90,11 @@ class KvSession:
             if not self._readers:
                 self._idle.set()
 
-    async def drained(self) -> None:
-        """Wait until the engine reads no block of this export; reads are short."""
+    async def end(self) -> None:
+        """BlockSession.end. Reads are short."""
+        self.closed = True
+        if self.conversation is not None:
+            self.conversation.cancel()
         await self._idle.wait()
 
 
@@ -373,11 +382,11 @@ class KvServer:
         self._claim_s = claim_s
         self._address = own_address(sealed)
         self._segments = segments
-        self._sessions: dict[KvSession, asyncio.Task[None]] = {}
+        self._conversations: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         """Return the number of sessions whose endpoints are not closed yet."""
-        return len(self._sessions)
+        return len(self._conversations)
 
     @property
     def address(self) -> KvAddress:
@@ -386,7 +395,7 @@ class KvServer:
 
     async def open(self, request_id: str, target: KvAddress) -> KvSession:
         """Open a session for an export's target. Raise KvTransferError."""
-        if len(self._sessions) >= SESSIONS_MAX:
+        if len(self._conversations) >= SESSIONS_MAX:
             raise KvTransferError(f"{SESSIONS_MAX} exports are open")
         session = KvSession(request_id)
         channel = await Channel.connect(target)
@@ -404,7 +413,8 @@ class KvServer:
             self._address.sealed or target.sealed,
         )
         task = asyncio.create_task(conversation.run(self._claim_s), name=f"KV of {request_id}")
-        self._sessions[session] = task
+        session.conversation = task
+        self._conversations.add(task)
         task.add_done_callback(partial(self._done, session))
         try:
             # Let the event loop post the first receives before the ticket is handed out.
@@ -414,20 +424,13 @@ class KvServer:
             raise
         return session
 
-    async def end(self, session: KvSession) -> None:
-        """End a session; wait until none of its blocks is being read."""
-        session.closed = True
-        if session in self._sessions:
-            self._sessions[session].cancel()
-        await session.drained()
-
     async def close(self) -> None:
         """End every session."""
-        await cancel(*self._sessions.values())
+        await cancel(*self._conversations)
 
     def _done(self, session: KvSession, task: asyncio.Task[None]) -> None:
         session.closed = True
-        del self._sessions[session]
+        self._conversations.discard(task)
         if (error := task_error(task)) is not None:
             # The target only learns that the session has ended, so the reason is logged here.
             log.error("a KV session failed", exc_info=error)

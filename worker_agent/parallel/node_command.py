@@ -177,15 +177,15 @@ async def serve(options: NodeOptions) -> None:
     with collector_paused():
         from vllm.version import __version__ as vllm_version
 
-        from worker_agent.engine.vllm.ranks import NodeRanks, folder_key, node_settings
+        from worker_agent.engine.vllm.ranks import NodeRanks, folder_key, node_options
     stream, start = await join(options.worker, options.node, vllm_version, options.join_timeout_s)
     log.info("node %d of the engine at %s", options.node, options.worker)
-    settings = node_settings(start.settings, options.node, options.model)
-    model = await asyncio.to_thread(folder_key, settings.model)
+    engine = node_options(start.settings, options.node, options.model)
+    model = await asyncio.to_thread(folder_key, engine.model)
     if start.model and model and start.model != model:
-        raise NodeEnded(f"--model {settings.model}: its files differ from those of the worker's model")
+        raise NodeEnded(f"--model {engine.model}: its files differ from those of the worker's model")
     use_network_of(stream.own)
-    ranks = NodeRanks(settings)
+    ranks = NodeRanks(engine)
 
     def loaded(meeting: str) -> None:
         ranks.meeting = meeting

@@ -47,7 +47,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Every node has joined: start the ranks. `settings`: the worker's VllmSettings, as JSON.
+    """Every node has joined: start the ranks. `settings`: the worker's EngineOptions, as JSON.
 
     `model`: key of the model's identity if it is a folder, else empty.
     """

@@ -12,9 +12,10 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NoReturn
 
 import msgspec
@@ -174,8 +175,11 @@ class _Transfer:
     """An incoming transfer. At most one pull runs at a time."""
 
     request_id: str
-    kv: KvTransfer
+    kv: KvTransfer = field(init=False)
     pulling: asyncio.Task[int] | None = None
+    # Of this pull: its first block, and the places of its blocks.
+    first_block: int = 0
+    block_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -311,7 +315,7 @@ class RankAgent:
             case Open():
                 return await self._open(transport, command)
             case Announce():
-                self._announce(transport, command)
+                await self._announce(transport, command)
                 return Done()
             case End():
                 return await self._end_export(transport, command)
@@ -334,24 +338,24 @@ class RankAgent:
         with transport.opening(command.export) as cancelled:
             session = await transport.server.open(_name(command.export), command.target)
             if cancelled():
-                await run_to_completion(transport.server.end(session))
+                await run_to_completion(session.end())
                 raise KvTransferError("the export has ended")
             transport.sessions[command.export] = session
         return Opened(session.ticket.secret)
 
-    def _announce(self, transport: _Transport, command: Announce) -> None:
+    async def _announce(self, transport: _Transport, command: Announce) -> None:
         session = transport.sessions.get(command.export)
         if session is None:
             raise KvTransferError("the export has ended")
         self._memory.export(_name(command.export), command.first_block, command.block_ids)
-        session.announce(command.first_block, command.hashes)
+        await session.announce(command.first_block, command.hashes)
 
     async def _end_export(self, transport: _Transport, command: End) -> Ended:
         session = transport.sessions.pop(command.export, None)
         transport.cancel_opening(command.export)
         if session is not None:
             session.taken = command.taken
-            await transport.server.end(session)
+            await session.end()
         self._memory.forget(_name(command.export))
         metrics = transport.metrics
         blocks, size = metrics.kv_sent_blocks, metrics.kv_sent_bytes
@@ -361,20 +365,21 @@ class RankAgent:
 
     async def _connect(self, transport: _Transport, command: Connect) -> None:
         with transport.opening(command.transfer) as cancelled:
-            kv = await transport.client.connect(command.source, Ticket(command.ticket))
+            transfer = _Transfer(command.request_id)
+            deliver = partial(self._deliver, transfer)
+            transfer.kv = await transport.client.connect(command.source, Ticket(command.ticket), deliver)
             if cancelled():
-                await run_to_completion(kv.close())
+                await run_to_completion(transfer.kv.close())
                 raise KvTransferError("the transfer was aborted")
             self._memory.expect(command.request_id)
-            transport.transfers[command.transfer] = _Transfer(command.request_id, kv)
+            transport.transfers[command.transfer] = transfer
 
     async def _pull(self, transport: _Transport, command: Pull) -> Pulled:
         transfer = transport.transfers.get(command.transfer)
         if transfer is None or transfer.pulling is not None:
             raise KvTransferError("this transfer is over, or busy")
-        deliver = self._deliver(transfer.request_id, command.first_block, command.block_ids)
-        pulling = transfer.kv.pull(command.first_block, command.hashes, deliver)
-        transfer.pulling = asyncio.ensure_future(pulling)
+        transfer.first_block, transfer.block_ids = command.first_block, command.block_ids
+        transfer.pulling = asyncio.ensure_future(transfer.kv.pull(command.first_block, command.hashes))
         try:
             await asyncio.wait({transfer.pulling})
             if transfer.pulling.cancelled():
@@ -383,14 +388,12 @@ class RankAgent:
         finally:
             transfer.pulling = None
 
-    def _deliver(
-        self, request_id: str, first: int, block_ids: Sequence[int]
-    ) -> Callable[[int, int, Staging, Sequence[int]], Awaitable[None]]:
-        async def deliver(at: int, num_blocks: int, received: Staging, checksums: Sequence[int]) -> None:
-            places = block_ids[at - first : at - first + num_blocks]
-            await self._memory.write(request_id, at, places, received, checksums)
-
-        return deliver
+    async def _deliver(
+        self, transfer: _Transfer, at: int, num_blocks: int, received: Staging, checksums: Sequence[int]
+    ) -> None:
+        first = at - transfer.first_block
+        places = transfer.block_ids[first : first + num_blocks]
+        await self._memory.write(transfer.request_id, at, places, received, checksums)
 
     async def _close(self, transport: _Transport, number: int) -> None:
         transfer = transport.transfers.pop(number, None)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace import __version__
+from tailrace.perf.fit import fit_costs
 from tailrace.perf.qoe_model import QoeModel, mean_relative_error
 from tailrace.perf.steps import max_running_tokens
 from tailrace.perf.ttft import TtftPredictor
@@ -35,12 +36,8 @@ class Fit:
 
 
 def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """Find coefficients c with rows @ c close to `seconds`. `rows`: shape [samples, columns].
-
-    Errors are weighted by 1/seconds; otherwise the few longest times would dominate. A negative coefficient
-    is noise, since no work takes negative time: it is set to 0 and the others are fitted again. Raise
-    ValueError for fewer samples of positive time than columns.
-    """
+    """Fit the costs of `rows`, shape [samples, columns], to `seconds` (fit_costs). Raise ValueError for fewer
+    samples of positive time than columns."""
     matrix, times = np.array(rows, dtype=np.float64), np.array(seconds, dtype=np.float64)
     if not len(times):
         raise ValueError("there are no samples")
@@ -49,19 +46,8 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
     matrix, times = matrix[times > 0.0], times[times > 0.0]
     if len(times) < matrix.shape[1]:
         raise ValueError(f"{len(times)} samples are too few for {matrix.shape[1]} coefficients")
-    weighed = matrix / times[:, None]
-    # Columns differ by ten orders of magnitude; scaling them to norm one keeps the problem well-conditioned.
-    scale = np.linalg.norm(weighed, axis=0)
-    columns = [column for column in range(matrix.shape[1]) if scale[column] > 0.0]
-    coefficients = np.zeros(matrix.shape[1])
-    while columns:
-        solved = np.linalg.lstsq(weighed[:, columns] / scale[columns], np.ones_like(times), rcond=None)[0]
-        worst = int(np.argmin(solved))
-        if solved[worst] >= 0.0:
-            coefficients[columns] = solved / scale[columns]
-            break
-        columns.pop(worst)
-    error = float(np.abs(weighed @ coefficients - 1.0).mean())
+    coefficients = fit_costs(matrix, times)
+    error = float(np.abs(matrix @ coefficients / times - 1.0).mean())
     return Fit(tuple(float(value) for value in coefficients), error, len(times))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.claims.base import Figures
 from experiments.claims.pascal.cluster import ARMS, INSTANCES, cluster
 from experiments.claims.saturation import poisson_at_load
-from simulator.goodput import tail_ttft_by_bin
+from simulator.goodput import tail_by_bin
 from simulator.records import MigrationOutcome
 from simulator.simulation import simulate
 from simulator.workloads.generators import GENERATORS
@@ -36,7 +36,7 @@ def serve(dataset: str, arm: str, load: float, count: int, seed: int) -> Figures
     done = [r for r in finished if r.arrival_s >= warm_s]
     ttft = np.array([r.ttft_s for r in done], np.float64)
     latency = np.array([r.latency_s for r in done], np.float64)
-    tails = tail_ttft_by_bin(done)
+    tails = tail_by_bin((r.reasoning_tokens, r.ttft_s) for r in done if r.ttft_s is not None)
     blocking = [r.answer_blocking_s for r in done if r.answer_blocking_s is not None]
     committed = [m for m in result.migrations if m.outcome is MigrationOutcome.COMMITTED]
     makespan_s = max(r.finish_s for r in finished if r.finish_s is not None) - requests[0].arrival_s

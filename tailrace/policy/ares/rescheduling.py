@@ -30,7 +30,7 @@ Choices that the paper leaves open are parameters of `Rescheduling`:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, overload
@@ -225,12 +225,6 @@ class Candidates:
         mask &= self.needed[:, None] <= self.targets.free
         mask &= self.sources[:, None] != self.targets.positions
         return mask
-
-    def triples(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the elements of C: (request id, source, target)."""
-        for row, column in np.argwhere(self.allowed()):
-            target = int(self.targets.positions[column])
-            yield self.requests[row].request_id, int(self.sources[row]), target
 
 
 class Rescheduling(Constants):

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from tailrace import wire
+from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs, error_outputs
 from worker_agent.engine.base import EngineSink, OutputFlag, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.request import Request
@@ -25,7 +25,7 @@ _RAW_VIEW: Final = 3
 @dataclass(slots=True)
 class _Batch:
     columns: StepColumns
-    outputs: list[wire.EngineCoreOutput] = field(default_factory=list)
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
 
@@ -43,7 +43,7 @@ class Emitter:
         index: int,
         tokens: list[int],
         flags: int,
-        finish: wire.FinishReason | None = None,
+        finish: FinishReason | None = None,
         stop_reason: int | None = None,
     ) -> None:
         """Add one request's outputs; `index` is that of the first new token."""
@@ -59,7 +59,7 @@ class Emitter:
         columns.counts.append(len(tokens))
         columns.token_ids += tokens
         columns.flags.append(flags)
-        output = wire.EngineCoreOutput(request.request_id, tokens)
+        output = EngineCoreOutput(request.request_id, tokens)
         batch.outputs.append(output)
         if flags or request.logprobs is not None:
             _add_details(output, request, flags)
@@ -74,7 +74,7 @@ class Emitter:
         self.steps += 1
         batches, self._batches = self._batches, {}
         for batch in batches.values():
-            batch.columns.frames = wire.encode_outputs(batch.outputs, batch.finished)
+            batch.columns.frames = encode_outputs(batch.outputs, batch.finished)
             self._sink.on_step(batch.columns)
 
     def refuse(self, submission: Submission, refusal: EngineRefusal | None = None) -> None:
@@ -82,7 +82,7 @@ class Emitter:
         columns = StepColumns(
             client=submission.key.client,
             step=self.steps,
-            frames=wire.error_outputs([submission.request_id]),
+            frames=error_outputs([submission.request_id]),
             handles=[submission.key.handle],
             epochs=[submission.epoch],
             first_indices=[len(submission.output_token_ids)],
@@ -94,7 +94,7 @@ class Emitter:
         self._sink.on_step(columns)
 
 
-def _add_details(output: wire.EngineCoreOutput, request: Request, flags: int) -> None:
+def _add_details(output: EngineCoreOutput, request: Request, flags: int) -> None:
     """Add vLLM's events, prefill statistics and log-probabilities."""
     if flags & OutputFlag.PREFILL_DONE:
         output.events = msgspec.Raw(

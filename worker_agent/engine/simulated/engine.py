@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from tailrace import wire
 from tailrace.cache.book import CacheBook
 from tailrace.cache.names import ALGORITHM, Naming
 from tailrace.cluster import Phase
@@ -22,6 +21,8 @@ from tailrace.model_identity import ModelIdentity, identify_model
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.slo import Slo
+from tailrace.wire.outputs import FinishReason
+from tailrace.wire.ready import ReadyResponse, write_ready
 from worker_agent.engine.base import (
     EngineInfo,
     EngineSink,
@@ -150,8 +151,8 @@ class SimulatedEngine:
             kv_blocks_total=self._pool.total,
             max_model_len=self._max_model_len,
             max_num_seqs=settings.max_num_seqs,
-            ready_response=wire.write_ready(
-                wire.ReadyResponse(
+            ready_response=write_ready(
+                ReadyResponse(
                     max_model_len=self._max_model_len,
                     num_gpu_blocks=self._pool.total,
                     block_size=settings.block_tokens,
@@ -543,7 +544,7 @@ class SimulatedEngine:
         outputs = request.outputs
         index = len(outputs)
         if index == self.faults.fail_at_index:
-            emitter.add(request, index, [], _FAILED, wire.FinishReason.ERROR)
+            emitter.add(request, index, [], _FAILED, FinishReason.ERROR)
             self._free(request)
             return
         token = request.script.token(index)
@@ -576,13 +577,13 @@ class SimulatedEngine:
         return index >= request.finish_at or token in request.stops
 
     @staticmethod
-    def _finish_reason(request: Request, token: int) -> tuple[wire.FinishReason, int | None]:
+    def _finish_reason(request: Request, token: int) -> tuple[FinishReason, int | None]:
         """Return the reason that vLLM's check_stop would, checking in its order."""
         if token == request.script.eos:
-            return wire.FinishReason.STOP, None
+            return FinishReason.STOP, None
         if token in request.stops:
-            return wire.FinishReason.STOP, token
-        return wire.FinishReason.LENGTH, None
+            return FinishReason.STOP, token
+        return FinishReason.LENGTH, None
 
     def _free(self, request: Request) -> None:
         self._imports.discard(request)

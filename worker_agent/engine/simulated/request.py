@@ -11,12 +11,12 @@ from typing import Final
 
 import msgspec
 
-from tailrace import wire
 from tailrace.cache.names import NO_KEYS, Naming
 from tailrace.cluster import Phase
 from tailrace.intra.base import JobView
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.wire.cache_keys import read_cache_keys
+from tailrace.wire.requests import read_full_request, read_utility, utility_failure, utility_result
 from worker_agent.engine.base import Frames, RequestKey
 from worker_agent.engine.errors import Gone, Unrunnable
 from worker_agent.engine.simulated.kv import BlockChain
@@ -221,7 +221,7 @@ class RequestReader:
     ) -> Request:
         """Decode a request. Raise Unrunnable."""
         try:
-            message = wire.read_full_request(frames)
+            message = read_full_request(frames)
         except msgspec.DecodeError as error:
             raise Unrunnable(f"malformed request: {error}") from error
         sampling = message.sampling_params
@@ -282,11 +282,11 @@ _ANSWERS: Final[Mapping[str, object]] = {
 def answer_utility(call_id: int, frames: Frames) -> list[bytes]:
     """Return vLLM's answer to this call, or its failure for unknown methods."""
     try:
-        method = wire.read_utility(frames).method
+        method = read_utility(frames).method
     except msgspec.DecodeError as error:
-        return wire.utility_failure(call_id, f"malformed utility call: {error}")
+        return utility_failure(call_id, f"malformed utility call: {error}")
     if method not in _ANSWERS:
-        return wire.utility_failure(
+        return utility_failure(
             call_id, f"Call to {method} method failed: the simulated engine has no method {method!r}"
         )
-    return wire.utility_result(call_id, _ANSWERS[method])
+    return utility_result(call_id, _ANSWERS[method])

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from tailrace.wire import SamplingParams
+from tailrace.wire.requests import SamplingParams
 from worker_agent.engine.simulated.settings import SimulatedSettings
 
 # 64 letters with the spaces and frequencies of something like a language.

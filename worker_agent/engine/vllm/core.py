@@ -30,8 +30,9 @@ from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.pinned import Fetch, Fetches, Pinned, VllmLoans
 from worker_agent.engine.vllm.predictions import LengthWatch
 from worker_agent.engine.vllm.requests import VllmRequest, VllmRequests
-from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+from worker_agent.engine.vllm.settings import vllm_config
 from worker_agent.engine.vllm.submissions import Submissions
+from worker_agent.settings import EngineOptions
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +76,13 @@ class EngineThread:
 
     def __init__(
         self,
-        settings: VllmSettings,
+        options: EngineOptions,
         deliver: Callable[[list[StepColumns]], None],
         died: Callable[[str], None],
     ) -> None:
         """`deliver` is called on the engine thread. `died` is called there or on the thread that watches
         other data-parallel ranks; its first call counts."""
-        self._settings = settings
+        self._options = options
         self._deliver = deliver
         self._died = died
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -174,12 +175,12 @@ class EngineThread:
             self._died(reason)
 
     def _load(self) -> EngineParts:
-        config = vllm_config(self._settings)
+        config = vllm_config(self._options)
         if prepare_data_parallel(config):
             self._lockstep = Lockstep(config, self.post, self._lose_peer)
-        core = LoadedCore(config, self._settings.host_kv_bytes, self._lockstep)
+        core = LoadedCore(config, self._options.host_kv_bytes, self._lockstep)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        if core.ranked and self._settings.predictor:
+        if core.ranked and self._options.predictor:
             _log.warning("lengths are not predicted on an engine of %d ranks", len(core.ranks))
         if core.no_host_tier_reason:
             _log.info("evicted prefixes are not cached in host memory: %s", core.no_host_tier_reason)
@@ -199,7 +200,7 @@ class EngineThread:
             # Hidden states can only be observed in the process that computes them.
             watch=None
             if core.pooling or core.ranked
-            else LengthWatch.of(self._settings.predictor, core, table),
+            else LengthWatch.of(self._options.predictor, core, table),
             cache=None if core.pooling else CacheWatch.of(core),
         )
 

@@ -47,13 +47,13 @@ from worker_agent.engine.vllm.facts import (
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.rank_facts import hardware
-from worker_agent.engine.vllm.ranks import EngineRanks, encode_settings, folder_key
-from worker_agent.engine.vllm.settings import VllmSettings
+from worker_agent.engine.vllm.ranks import EngineRanks, encode_options, folder_key
 from worker_agent.network import use_network_of
 from worker_agent.parallel.node_gathering import Nodes
 from worker_agent.parallel.node_span import NodeSpan, worker_span
 from worker_agent.parallel.rank_leftovers import Record, names_of, remove
 from worker_agent.parallel.rank_messages import Address
+from worker_agent.settings import EngineOptions
 
 _T = TypeVar("_T")
 
@@ -72,15 +72,15 @@ _QUEUE_DEADLINE_S = 600.0
 class VllmEngine:
     """A vLLM engine core on a thread of this process, one per process. See base.Engine."""
 
-    def __init__(self, settings: VllmSettings) -> None:
-        """Store the settings; `start` loads the model."""
-        self._settings = settings
-        self._thread = EngineThread(settings, self._deliver, self._report_death)
+    def __init__(self, options: EngineOptions) -> None:
+        """Store the options; `start` loads the model."""
+        self._options = options
+        self._thread = EngineThread(options, self._deliver, self._report_death)
         self._dead = ""
         self._compilations = Compilations()
         # None if there is one rank.
         self._ranks: EngineRanks | None = None
-        self._left_behind = Record(settings.owner)
+        self._left_behind = Record(options.owner)
         # None if the engine is on this machine alone.
         self._nodes: Nodes | None = None
         # Bounded by the worker's limits on concurrent exports and imports.
@@ -90,7 +90,7 @@ class VllmEngine:
         """Load the model and start stepping. Raises RuntimeError, saying what to change, if that fails."""
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        span = worker_span(self._settings.engine_args)
+        span = worker_span(self._options.arguments)
         if span is not None:
             self._nodes = await self._gather_nodes(span)
         self._left_behind.remove_recorded()
@@ -111,7 +111,7 @@ class VllmEngine:
             self._nodes.lost.add_done_callback(self._node_lost)
         return EngineInfo(
             engine="vllm",
-            model=self._settings.model,
+            model=self._options.model,
             kv_shape=kv_shape(core),
             kv_blocks_total=core.kv_blocks_total,
             max_model_len=core.max_model_len,
@@ -119,7 +119,7 @@ class VllmEngine:
             ready_response=ready_response(core),
             hardware=_hardware(core),
             step_tokens=core.config.scheduler_config.max_num_batched_tokens,
-            identity=await asyncio.to_thread(identity, self._settings.model, core),
+            identity=await asyncio.to_thread(identity, self._options.model, core),
             handover=core.handover,
             pooling=core.pooling,
             takes_adapters=core.config.lora_config is not None,
@@ -302,12 +302,12 @@ class VllmEngine:
 
     async def _gather_nodes(self, span: NodeSpan) -> Nodes:
         """Have every other node join, and start its ranks. Raises RuntimeError."""
-        settings = self._settings
-        model = await asyncio.to_thread(folder_key, settings.model)
+        options = self._options
+        model = await asyncio.to_thread(folder_key, options.model)
         nodes = Nodes(span, vllm_version)
-        await nodes.gather(settings.nodes_timeout_s)
+        await nodes.gather(options.nodes_timeout_s)
         use_network_of(nodes.address)
-        nodes.start(encode_settings(settings), model)
+        nodes.start(encode_options(options), model)
         return nodes
 
     async def _load(self) -> EngineParts:

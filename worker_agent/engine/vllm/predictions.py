@@ -105,8 +105,8 @@ class LengthWatch:
         self._predictions = predictions
 
     @classmethod
-    def of(cls, file: str, core: LoadedCore, table: VllmRequests) -> LengthWatch | None:
-        """Start predicting with the predictor in `file`; return None if `file` is empty.
+    def of(cls, file: str | None, core: LoadedCore, table: VllmRequests) -> LengthWatch | None:
+        """Start predicting with the predictor in `file`; return None without one.
 
         Raises RuntimeError if the file is not a predictor or is for another model.
         """

@@ -24,10 +24,11 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from tailrace.model_identity import identify_model
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.core import EngineParts
-from worker_agent.engine.vllm.settings import VllmSettings, vllm_config
+from worker_agent.engine.vllm.settings import vllm_config
 from worker_agent.parallel.node_span import NODE
 from worker_agent.parallel.rank_leftovers import Names, Record, names_of, remove, remove_meeting
 from worker_agent.parallel.rank_links import RankLinks
+from worker_agent.settings import EngineOptions
 
 _log = logging.getLogger(__name__)
 
@@ -100,21 +101,21 @@ def _clear(ranks: Sequence[BaseProcess], shared: Names, meeting: str, record: Re
     record.clear()
 
 
-def encode_settings(settings: VllmSettings) -> bytes:
-    """Encode a worker's settings for the other nodes of its engine."""
-    return json.dumps(asdict(settings)).encode()
+def encode_options(options: EngineOptions) -> bytes:
+    """Encode a worker's options for the other nodes of its engine."""
+    return json.dumps(asdict(options)).encode()
 
 
-def node_settings(encoded: bytes, node: int, model: str | None) -> VllmSettings:
-    """Return the settings of a worker's node. `model`: its model, if that has another path there.
+def node_options(encoded: bytes, node: int, model: str | None) -> EngineOptions:
+    """Return the options of a worker's node. `model`: its model, if that has another path there.
 
-    Raises EngineSettingError unless `encode_settings` of the same version made them.
+    Raises EngineSettingError unless `encode_options` of the same version made them.
     """
     try:
-        settings = VllmSettings(**json.loads(encoded))
+        options = EngineOptions(**json.loads(encoded))
     except (TypeError, ValueError) as error:
         raise EngineSettingError(f"the worker's settings are unusable: {error}") from error
-    return replace(settings, model=model or settings.model, engine_args={**settings.engine_args, NODE: node})
+    return replace(options, model=model or options.model, arguments={**options.arguments, NODE: node})
 
 
 def folder_key(model: str) -> str:
@@ -125,10 +126,10 @@ def folder_key(model: str) -> str:
 class NodeRanks:
     """The ranks of one node."""
 
-    def __init__(self, settings: VllmSettings) -> None:
-        """Store the settings; `run` starts the ranks."""
-        self._settings = settings
-        self._record = Record(f"{settings.owner} node {settings.engine_args.get(NODE)}")
+    def __init__(self, options: EngineOptions) -> None:
+        """Store the options; `run` starts the ranks."""
+        self._options = options
+        self._record = Record(f"{options.owner} node {options.arguments.get(NODE)}")
         self._shared: Names = {}
         # Name of the files that the ranks share, once it is known.
         self.meeting = ""
@@ -139,7 +140,7 @@ class NodeRanks:
         Raises EngineSettingError for settings that vLLM does not accept.
         """
         self._record.remove_recorded()
-        executor = MultiprocExecutor(vllm_config(self._settings), monitor_workers=False)
+        executor = MultiprocExecutor(vllm_config(self._options), monitor_workers=False)
         handles = {handle.proc.sentinel: handle for handle in executor.workers}
         self._shared = names_of([os.getpid(), *(handle.proc.pid or 0 for handle in handles.values())])
         self._record.write(self._shared)

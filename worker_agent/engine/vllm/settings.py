@@ -1,10 +1,10 @@
-"""Settings of a vLLM engine, and their conversion to vLLM's configuration."""
+"""Convert the options of a vLLM engine to vLLM's configuration."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Final
 
 import torch
@@ -21,6 +21,7 @@ from worker_agent.engine.vllm.internals import require_multi, require_runner_v2
 from worker_agent.engine.vllm.lockstep import check_data_parallel
 from worker_agent.parallel.node_span import NodeSpan, parallel_size, read_span
 from worker_agent.parallel.rank_leftovers import WORKER_PID
+from worker_agent.settings import EngineOptions
 
 # On CPUs, where the line says nothing else: the smallest block that the attention kernel handles well, and a
 # KV cache that suits a small machine.
@@ -31,47 +32,27 @@ _CPU_KV_BYTES = 1 << 30
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-@dataclass(frozen=True, slots=True)
-class VllmSettings:
-    """Settings of one engine."""
-
-    model: str
-    # Size of the KV cache; None: what the engine arguments say.
-    kv_blocks: int | None = None
-    # Host memory for the KV of preempted requests and of evicted prefixes, in bytes; 0: they are recomputed.
-    # None: 4 GiB, or an eighth of the machine's memory if that is less; CPU: for preempted requests only.
-    host_kv_bytes: int | None = None
-    # File of a length predictor for this model; empty: lengths are not predicted.
-    predictor: str = ""
-    # Fields of vLLM's EngineArgs: the flags of the worker's `vllm serve` line.
-    engine_args: Mapping[str, JsonValue] = field(default_factory=dict)
-    # How long the other nodes of an engine on several machines may take to join.
-    nodes_timeout_s: float = 600.0
-    # Identifies the worker, also after a restart; see parallel/rank_leftovers.py.
-    owner: str = ""
-
-
-def vllm_config(settings: VllmSettings) -> VllmConfig:
+def vllm_config(options: EngineOptions) -> VllmConfig:
     """Return vLLM's configuration. Raises EngineSettingError for settings that it does not accept, or
     RuntimeError, saying what to change, for unsupported ones."""
     try:
-        require_model(settings.model)
+        require_model(options.model)
     except ModelFolderError as error:
         raise EngineSettingError(f"--model: {error}") from error
-    _require_known(settings.engine_args)
+    _require_known(options.arguments)
     os.environ.update(_ENVIRONMENT)
     arguments: dict[str, object] = {
-        "model": settings.model,
+        "model": options.model,
         # Several front ends share the engine and send every image in full, so no cache can be assumed.
         "mm_processor_cache_gb": 0,
-        "num_gpu_blocks_override": settings.kv_blocks,
+        "num_gpu_blocks_override": options.kv_blocks,
     }
     if current_platform.is_cpu():
         arguments["enforce_eager"] = True
         arguments["block_size"] = _CPU_BLOCK_TOKENS
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = _CPU_KV_BYTES
-    arguments |= settings.engine_args
+    arguments |= options.arguments
     if arguments.get("distributed_executor_backend") == "mp":
         del arguments["distributed_executor_backend"]  # what it is anyway
     check_data_parallel(arguments)
