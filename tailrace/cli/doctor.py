@@ -169,8 +169,7 @@ def _keys_of(state: RunState) -> Path | None:
     for part in state.staying:
         given = part.spec.option("--api-keys") if part.spec is not None else ""
         if given and part.identity.alive():
-            # A relative path is one from where the process was started.
-            return Path(f"/proc/{part.identity.pid}/cwd").resolve() / given
+            return Path(state.directory, given)
     return None
 
 

@@ -36,8 +36,13 @@ class PartRefused(PartFailed):
 class PartProcess:
     """A part started by this process. It has its own session, so it outlives this process."""
 
-    def __init__(self, spec: PartSpec, log: Path, environment: Mapping[str, str]) -> None:
-        """Start the part. Raise PartFailed if its program cannot be run, or its log cannot be written."""
+    def __init__(
+        self, spec: PartSpec, log: Path, environment: Mapping[str, str], directory: str = ""
+    ) -> None:
+        """Start the part in a directory (empty: the working directory).
+
+        Raise PartFailed if its program cannot be run, or its log cannot be written.
+        """
         self.spec = spec
         self.log = log
         try:
@@ -52,10 +57,12 @@ class PartProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=dict(environment),
+                    cwd=directory or None,
                     start_new_session=True,
                 )
         except OSError as error:
-            raise PartFailed(f"{spec.name}: cannot run {spec.command[0]}: {error.strerror}") from error
+            # The program or the directory.
+            raise PartFailed(f"{spec.name}: cannot run {error.filename}: {error.strerror}") from error
         self.part = Part(
             name=spec.name,
             tier=spec.tier,

@@ -125,7 +125,7 @@ class Restarter:
         log = self._folder.logs / f"{spec.name}.log"
         _rotate(log)
         environment = {**os.environ, **self._environment, **spec.environment}
-        process = PartProcess(spec, log, environment)
+        process = PartProcess(spec, log, environment, self._state.directory)
         self._processes.append(process)
         return process
 

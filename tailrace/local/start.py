@@ -78,6 +78,7 @@ class Starter:
             etcd=plan.etcd,
             certificates=plan.certificates,
             environment=dict(plan.environment),
+            directory=str(Path.cwd()),
             workers=sum(len(spec.members) for spec in plan.tier(Tier.WORKER)),
             scaled=[*plan.scaled],
         )

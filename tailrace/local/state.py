@@ -137,6 +137,8 @@ class RunState(msgspec.Struct, kw_only=True):
     certificates: str = ""
     # The command line with which it was started; None: by a version that did not record it.
     given: list[str] | None = None
+    # Where it was started; commands have paths relative to it. Empty: by a version that did not record it.
+    directory: str = ""
     # Environment of all parts, in addition to that of `tailrace up`.
     environment: dict[str, str] = {}
     # Models whose number of workers the scaler changes.

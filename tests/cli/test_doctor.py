@@ -183,11 +183,10 @@ def test_one_finding_for_a_worker_that_has_ended(
 def test_the_keys_of_the_cluster_that_runs_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: list[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("k").write_text("garbage")
+    (tmp_path / "k").write_text("garbage")
     (tmp_path / "below").mkdir()
     edge = part("edge", Tier.EDGE, os.getpid(), "tailrace", "serve", "edge", *flag)
-    local = RunState(parts=[edge], admin="127.0.0.1:1", http="http://a:1")
+    local = RunState(parts=[edge], admin="127.0.0.1:1", http="http://a:1", directory=str(tmp_path))
     found = doctor_of(tmp_path / "below", monkeypatch, local)["API keys"]
     assert found["detail"].startswith(f"{tmp_path}/k: no usable file of API keys (")
     assert "restore a copy of it" in found["mend"] and f"--file {tmp_path}/k" in found["mend"]

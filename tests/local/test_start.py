@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.local.plan import PartSpec, Plan, Tier
-from tailrace.local.process import PartFailed, PartRefused
+from tailrace.local.process import PartFailed, PartRefused, stop_parts
 from tailrace.local.progress import PlainProgress, Step
+from tailrace.local.restart import Restarter
 from tailrace.local.start import Settings, Starter
 from tailrace.local.state import RunFolder, RunState
 from tests.waiting import WAIT_S
@@ -119,6 +120,25 @@ async def test_a_part_that_is_not_ready_in_time(folder: RunFolder) -> None:
 async def test_a_missing_program(folder: RunFolder) -> None:
     with pytest.raises(PartFailed, match="cannot run /no/such/etcd: No such file"):
         await Starter(_plan(_part("etcd", ["/no/such/etcd"])), folder, PlainProgress(), 2).run(Settings(), "")
+
+
+async def test_a_part_is_started_again_where_the_cluster_was_started(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command may have relative paths."""
+    elsewhere = folder.path / "elsewhere"
+    elsewhere.mkdir()
+    state = RunState(directory=str(folder.path))
+    monkeypatch.chdir(elsewhere)
+    program = "import os, time; print(os.getcwd(), flush=True); time.sleep(60)"
+    process = Restarter(folder, state, PlainProgress()).launch(_part("w", [sys.executable, "-c", program]))
+    try:
+        while not (lines := process.log.read_text()):
+            process.check()
+            await asyncio.sleep(0.01)
+    finally:
+        stop_parts(state.parts, process.reap)
+    assert lines == f"{folder.path}\n"
 
 
 class _BothStarted(PlainProgress):
