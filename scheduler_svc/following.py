@@ -16,12 +16,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+import msgspec
+
 from scheduler_svc.admin.validation import policy_record
 from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
 from tailrace.control.events import PolicyFollowed
 from tailrace.control.guard import PolicyCall, PolicyGuard
 from tailrace.control.live import LiveControl
-from tailrace.records import PolicyRecord, encode_policy, resumed, suspended
+from tailrace.records import PolicyRecord, resumed, suspended
 from tailrace.service.watchdog import restart_process, watched_calls
 from tailrace.slo import Slo
 from tailrace.store.client import StoreUnavailable
@@ -170,7 +172,7 @@ class Following:
         record = active.record if call.of is active else call.of
         if isinstance(record, PolicyRecord):
             why = f"{what}: did not return within {seconds:.1f} s"
-            os.environ[_HUNG] = encode_policy(suspended(record, why)).decode()
+            os.environ[_HUNG] = msgspec.json.encode(suspended(record, why)).decode()
         restart_process()
 
 

@@ -13,7 +13,6 @@ from tailrace.cluster import Pool, Stage
 from tailrace.records import (
     PolicyRecord,
     StageRecord,
-    encode_policy,
     encode_slo,
     resumed,
 )
@@ -88,7 +87,7 @@ class Settings:
         of the write. Raise Conflict."""
         for _ in range(_ATTEMPTS):
             present = await self._store.get("policy")
-            if revision := await self._store.compare_and_swap("policy", present, encode_policy(record)):
+            if revision := await self._store.compare_and_swap("policy", present, msgspec.json.encode(record)):
                 return _policy(present), revision
         raise Conflict("policy")
 
@@ -99,7 +98,7 @@ class Settings:
             present = await self._store.get("policy")
             if (_policy(present) or default) != resumed(record):
                 return 0
-            if revision := await self._store.compare_and_swap("policy", present, encode_policy(record)):
+            if revision := await self._store.compare_and_swap("policy", present, msgspec.json.encode(record)):
                 return revision
         raise Conflict("policy")
 

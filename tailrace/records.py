@@ -220,13 +220,6 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
         return "/".join(("adapters", quote(self.model, safe=""), quote(self.name, safe="")))
 
 
-def encode_policy(record: PolicyRecord) -> bytes:
-    """Encode a policy record. A policy at its defaults is stored as its name alone, which every version
-    can read."""
-    at_defaults = not record.parameters and not record.suspended
-    return record.name.encode() if at_defaults else msgspec.json.encode(record)
-
-
 def encode_slo(slo: Slo) -> bytes:
     """Encode the SLOs as JSON."""
     record = SloRecord(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit)

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Final, Protocol
+from typing import Final
 
 from tailrace.service.message_stream import MessageStream, StreamBroken
 from tailrace.service.tasks import first_ended
@@ -57,30 +57,23 @@ class Suspects:
 _UTILITY_CALLS_MAX: Final = 64
 
 
-class SubmissionTarget(Protocol):
-    """An engine, or a stage in front of it."""
-
-    def submit(self, submission: Submission) -> None:
-        """Take a submission; see Engine.submit."""
-
-
 class AdmissionControl:
     """Accept or reject submissions before they reach the engine."""
 
     def __init__(
         self,
-        engine: SubmissionTarget,
+        submit: Callable[[Submission], None],
         front_ends: FrontEnds,
         running: RunningRequests,
         metrics: WorkerMetrics,
         max_requests: int,
         drained: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`max_requests`: most requests here at a time, waiting or running. `drained()`: whether an operator
-        drains the instance."""
+        """`submit` takes what is accepted. `max_requests`: most requests here at a time, waiting or running.
+        `drained()`: whether an operator drains the instance."""
         self._max_requests = max_requests
         self._drained = drained
-        self._engine = engine
+        self._submit = submit
         self.suspects = Suspects(running)
         self._front_ends = front_ends
         self._running = running
@@ -122,7 +115,7 @@ class AdmissionControl:
             )
             if submission.suspect:
                 self.suspects.add(submission.key)
-            self._engine.submit(submission)
+            self._submit(submission)
         except Exception:
             # A bug must not break the stream that carries all other requests.
             log.exception("request %s was not submitted", submission.request_id)

@@ -197,7 +197,7 @@ class _WorkerBuilder:
     def open_migrations(self) -> None:
         """Create both ends of migrations."""
         self._admission = AdmissionControl(
-            self._pulls,
+            self._pulls.submit,
             self._front_ends,
             self._running,
             self._metrics,

@@ -76,15 +76,7 @@ def read_named(kind: type[_Record], key: str, value: bytes) -> _Record:
 
 def read_policy(value: bytes) -> PolicyRecord | None:
     """Read the policy; None: none is set. Raise UnreadableRecord."""
-
-    def read() -> PolicyRecord | None:
-        if value.startswith(b"{"):
-            return msgspec.json.decode(value, type=PolicyRecord)
-        if not value:
-            return None
-        return msgspec.convert({"name": value.decode()}, PolicyRecord)
-
-    return _read(value, read)
+    return read_record(PolicyRecord, value) if value else None
 
 
 def read_slo(value: bytes) -> Slo:

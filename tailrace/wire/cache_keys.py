@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tailrace.cache.names import NO_KEYS, Image, Keys
-from tailrace.wire.requests import Frames
+from tailrace.wire.requests import Frames, RequestFields
 
 
 class _Place(msgspec.Struct, gc=False):
@@ -28,30 +28,7 @@ class _Adapter(msgspec.Struct, array_like=True, gc=False):
     lora_path: str = ""
 
 
-class _Head(msgspec.Struct, array_like=True, gc=False):
-    request_id: msgspec.Raw
-    prompt_token_ids: msgspec.Raw
-    mm_features: list[_Feature] | None
-    sampling_params: msgspec.Raw
-    pooling_params: msgspec.Raw
-    arrival_time: msgspec.Raw
-    lora_request: _Adapter | None
-    cache_salt: str | None
-    data_parallel_rank: msgspec.Raw
-    prompt_embeds: msgspec.Raw = msgspec.Raw(b"\xc0")
-    prompt_is_token_ids: msgspec.Raw = msgspec.Raw(b"\xc0")
-    client_index: msgspec.Raw = msgspec.Raw(b"\xc0")
-    current_wave: msgspec.Raw = msgspec.Raw(b"\xc0")
-    priority: msgspec.Raw = msgspec.Raw(b"\xc0")
-    trace_headers: msgspec.Raw = msgspec.Raw(b"\xc0")
-    resumable: msgspec.Raw = msgspec.Raw(b"\xc0")
-    external_req_id: msgspec.Raw = msgspec.Raw(b"\xc0")
-    reasoning_ended: msgspec.Raw = msgspec.Raw(b"\xc0")
-    reasoning_parser_kwargs: msgspec.Raw = msgspec.Raw(b"\xc0")
-    abort_immediately: msgspec.Raw = msgspec.Raw(b"\xc0")
-    session_id: str | None = None
-
-
+_Head = RequestFields[msgspec.Raw, list[_Feature] | None, msgspec.Raw, _Adapter | None]
 _heads = msgspec.msgpack.Decoder(_Head)
 _token_ids = msgspec.msgpack.Decoder(list[int] | None)
 _NIL = b"\xc0"

@@ -6,7 +6,7 @@ import enum
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -73,16 +73,24 @@ class SamplingParams(
     extra_args: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
-class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
-    """A complete request, except for the tensors of multi-modal inputs and embeddings."""
+_PromptT = TypeVar("_PromptT")
+_MediaT = TypeVar("_MediaT")
+_SamplingT = TypeVar("_SamplingT")
+_AdapterT = TypeVar("_AdapterT")
+
+
+class RequestFields(
+    msgspec.Struct, Generic[_PromptT, _MediaT, _SamplingT, _AdapterT], array_like=True, gc=False
+):
+    """The fields of vLLM's EngineCoreRequest. A reader says how far it decodes the large ones."""
 
     request_id: str
-    prompt_token_ids: list[int] | None
-    mm_features: msgspec.Raw
-    sampling_params: SamplingParams | None
+    prompt_token_ids: _PromptT
+    mm_features: _MediaT
+    sampling_params: _SamplingT
     pooling_params: msgspec.Raw
     arrival_time: float
-    lora_request: msgspec.Raw
+    lora_request: _AdapterT
     cache_salt: str | None
     data_parallel_rank: int | None
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -97,6 +105,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, gc=False):
     reasoning_parser_kwargs: msgspec.Raw = msgspec.Raw(b"\xc0")
     abort_immediately: bool = False
     session_id: str | None = None
+
+
+class EngineCoreRequest(
+    RequestFields[list[int] | None, msgspec.Raw, SamplingParams | None, msgspec.Raw],
+    array_like=True,
+    gc=False,
+):
+    """A complete request, except for the tensors of multi-modal inputs and embeddings."""
 
 
 class _Lengths(msgspec.Struct, gc=False):
@@ -105,28 +121,7 @@ class _Lengths(msgspec.Struct, gc=False):
     extra_args: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
-class _Head(msgspec.Struct, array_like=True, gc=False):
-    request_id: str
-    prompt_token_ids: msgspec.Raw
-    mm_features: msgspec.Raw
-    sampling_params: _Lengths | None
-    pooling_params: msgspec.Raw
-    arrival_time: float
-    lora_request: msgspec.Raw
-    cache_salt: str | None
-    data_parallel_rank: int | None
-    prompt_embeds: msgspec.Raw = msgspec.Raw(b"\xc0")
-    prompt_is_token_ids: msgspec.Raw = msgspec.Raw(b"\xc0")
-    client_index: int = 0
-    current_wave: int = 0
-    priority: int = 0
-    trace_headers: dict[str, str] | None = None
-    resumable: bool = False
-    external_req_id: str | None = None
-    reasoning_ended: bool | None = None
-    reasoning_parser_kwargs: msgspec.Raw = msgspec.Raw(b"\xc0")
-    abort_immediately: bool = False
-    session_id: str | None = None
+_Head = RequestFields[msgspec.Raw, msgspec.Raw, _Lengths | None, msgspec.Raw]
 
 
 class RequestHead(msgspec.Struct, frozen=True, gc=False):

@@ -22,10 +22,13 @@ from typing import Any
 
 import yaml
 
+from examples.fleet import Chat
 from tailrace.service.etcd import find_etcd
 from tailrace.service.probe import Unhealthy, check_grpc
 from tailrace.tiny import MODEL_PATH
+from tests.harness.chats import Chats
 from tests.harness.namespaces import ip, prepare, run
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 NETWORK, PORT = "10.79.0", 8000
@@ -240,6 +243,46 @@ def rendered_pods(folder: Path, fleet: Mapping[str, Any]) -> Iterator[dict[str, 
             if pod.process is not None:
                 pod.process.kill()
                 pod.process.wait()
+
+
+@contextmanager
+def running_pods(folder: Path, fleet: Mapping[str, Any]) -> Iterator[dict[str, Pod]]:
+    """Run all pods of a fleet for the block, once they are ready."""
+    with rendered_pods(folder, fleet) as pods:
+        for pod in pods.values():
+            pod.start()
+        for pod in pods.values():
+            wait_until(pod.ready, f"{pod.name} to be ready")
+        yield pods
+
+
+def assert_probes_pass(pods: Mapping[str, Pod]) -> None:
+    """Wait until every probe of these pods passes."""
+    for pod in pods.values():
+        for name in {"startupProbe", "readinessProbe", "livenessProbe"} & set(pod.container):
+            wait_until(lambda pod=pod, name=name: pod.probe(name), f"{name} of {pod.name}")  # type: ignore[misc]
+
+
+def assert_finishes_its_streams(pod: Pod, prompt: str, begins_late: bool) -> None:
+    """Delete a pod that users reach: a stream that runs goes on to its end, and so does one that begins as
+    long as the pod's address is still known (`begins_late`)."""
+    chats = Chats(f"http://{pod.address}:{PORT}")
+    try:
+        expected = chats.run(prompt)
+        begun: list[Chat] = []
+        running = [chats.start(prompt, begun.append)]
+        wait_until(lambda: bool(begun), "the answer to begin")
+        # Until the endpoints are gone everywhere, connections still come, and are served.
+        pod.pre_stop()
+        assert pod.ready()
+        if begins_late:
+            late, count = chats.start(prompt, begun.append), len(begun)
+            wait_until(lambda: len(begun) > count and not late.done(), "the late answer to begin")
+            running.append(late)
+        assert pod.stop() == 0
+        assert all(each.result(WAIT_S).same_text_and_usage(expected) for each in running)
+    finally:
+        chats.close()
 
 
 def seen_connections(

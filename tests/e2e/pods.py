@@ -12,7 +12,16 @@ import pytest
 
 from examples.fleet import Chat
 from tailrace.tiny.task import task
-from tests.e2e.pod_network import MODEL, PORT, Pod, rendered_pods, seen_connections, tailrace
+from tests.e2e.pod_network import (
+    MODEL,
+    PORT,
+    Pod,
+    assert_finishes_its_streams,
+    assert_probes_pass,
+    running_pods,
+    seen_connections,
+    tailrace,
+)
 from tests.harness.chats import Chats
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
@@ -34,18 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pods(folder: Path) -> Iterator[dict[str, Pod]]:
-    with rendered_pods(folder, FLEET) as known:
-        for pod in known.values():
-            pod.start()
-        for pod in known.values():
-            wait_until(pod.ready, f"{pod.name} to be ready")
+    with running_pods(folder, FLEET) as known:
         yield known
 
 
 def test_a_started_pod_passes_its_probes(pods: dict[str, Pod]) -> None:
-    for pod in pods.values():
-        for name in {"startupProbe", "readinessProbe", "livenessProbe"} & set(pod.container):
-            wait_until(lambda pod=pod, name=name: pod.probe(name), f"{name} of {pod.name}")  # type: ignore[misc]
+    assert_probes_pass(pods)
 
 
 def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod], folder: Path) -> None:
@@ -66,7 +69,7 @@ def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod], fol
         assert _committed(folder, pods) == [("worker-0", "worker-1")]
         assert worker.stop() == 0
         for each in running:
-            _assert_same(each.result(WAIT_S), expected)
+            assert each.result(WAIT_S).same_text_and_usage(expected)
         # The set starts it again, under the same name.
         worker.start()
         wait_until(worker.ready, "worker-0 to be ready again")
@@ -75,15 +78,10 @@ def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod], fol
         wait_until(lambda: {2, 3} <= begun, "both answers to begin")
         assert pods["worker-1"].stop() == 0
         for each in running:
-            _assert_same(each.result(WAIT_S), expected)
+            assert each.result(WAIT_S).same_text_and_usage(expected)
         assert chats.run(PROMPT).answer == expected.answer
     finally:
         chats.close()
-
-
-def _assert_same(chat: Chat, expected: Chat) -> None:
-    assert (chat.reasoning, chat.answer) == (expected.reasoning, expected.answer)
-    assert chat.completion_tokens == expected.completion_tokens
 
 
 def _committed(folder: Path, pods: Mapping[str, Pod]) -> list[tuple[str, str]]:
@@ -111,21 +109,4 @@ def _read_console(pod: Pod) -> None:
 
 
 def test_a_front_end_that_is_deleted_finishes_its_streams(pods: dict[str, Pod]) -> None:
-    front_end = pods["frontend-0"]
-    chats = Chats(f"http://{front_end.address}:{PORT}")
-    try:
-        expected = chats.run(PROMPT)
-        begun: list[Chat] = []
-        running = chats.start(PROMPT, begun.append)
-        wait_until(lambda: bool(begun), "the answer to begin")
-        # Until the endpoints are gone everywhere, connections still come, and are served.
-        front_end.pre_stop()
-        assert front_end.ready()
-        late = chats.start(PROMPT, begun.append)
-        count = len(begun)
-        wait_until(lambda: len(begun) > count and not late.done(), "the late answer to begin")
-        assert front_end.stop() == 0
-        _assert_same(running.result(WAIT_S), expected)
-        _assert_same(late.result(WAIT_S), expected)
-    finally:
-        chats.close()
+    assert_finishes_its_streams(pods["frontend-0"], PROMPT, begins_late=True)

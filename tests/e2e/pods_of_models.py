@@ -14,11 +14,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from examples.fleet import Chat
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
-from tests.e2e.pod_network import MODEL, PORT, Pod, rendered_pods, seen_connections, tailrace
-from tests.harness.chats import Chats
+from tests.e2e.pod_network import (
+    MODEL,
+    PORT,
+    Pod,
+    assert_finishes_its_streams,
+    assert_probes_pass,
+    running_pods,
+    seen_connections,
+    tailrace,
+)
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
@@ -58,11 +65,7 @@ def pods(folder: Path) -> Iterator[dict[str, Pod]]:
         "insecure": True,
         "kubernetes": {"etcd": 1},
     }
-    with rendered_pods(folder, fleet) as known:
-        for pod in known.values():
-            pod.start()
-        for pod in known.values():
-            wait_until(pod.ready, f"{pod.name} to be ready")
+    with running_pods(folder, fleet) as known:
         yield known
 
 
@@ -76,9 +79,7 @@ def ask(pods: dict[str, Pod], model: str) -> tuple[int, object]:
 
 def test_a_started_pod_passes_its_probes(pods: dict[str, Pod]) -> None:
     assert {"edge-0", "tiny-worker-0", "other-frontend-0", "other-scheduler-0"} <= set(pods)
-    for pod in pods.values():
-        for name in {"startupProbe", "readinessProbe", "livenessProbe"} & set(pod.container):
-            wait_until(lambda pod=pod, name=name: pod.probe(name), f"{name} of {pod.name}")  # type: ignore[misc]
+    assert_probes_pass(pods)
 
 
 def test_the_edge_serves_both_models(pods: dict[str, Pod]) -> None:
@@ -124,17 +125,4 @@ def test_policies_allow_the_connections_that_there_are(pods: dict[str, Pod], fol
 
 
 def test_an_edge_that_is_deleted_finishes_its_streams(pods: dict[str, Pod]) -> None:
-    edge = pods["edge-0"]
-    chats = Chats(f"http://{edge.address}:{PORT}")
-    try:
-        expected = chats.run(PROMPT)
-        begun: list[Chat] = []
-        running = chats.start(PROMPT, begun.append)
-        wait_until(lambda: bool(begun), "the answer to begin")
-        # Until the endpoints are gone everywhere, connections still come, and are served.
-        edge.pre_stop()
-        assert edge.ready()
-        assert edge.stop() == 0
-        assert running.result(WAIT_S).same_text_and_usage(expected)
-    finally:
-        chats.close()
+    assert_finishes_its_streams(pods["edge-0"], PROMPT, begins_late=False)

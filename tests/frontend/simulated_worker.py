@@ -90,7 +90,7 @@ class SimulatedWorker:
         running, metrics = RunningRequests(), WorkerMetrics(WorkerHistograms(CollectorRegistry()))
         sink = FrontEndSink(self._front_ends, running, PhaseEvents(), metrics, self.die, lambda key: None)
         info = await engine.start(sink)
-        admission = _Counting(engine, self._front_ends, running, metrics, 1000)
+        admission = _Counting(engine.submit, self._front_ends, running, metrics, 1000)
         admission.submitted = self.submitted
         hello = worker_pb2.WorkerHello(
             instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response

@@ -17,7 +17,6 @@ from tailrace.records import (
     PolicyRecord,
     ServiceRecord,
     StageRecord,
-    encode_policy,
     encode_slo,
 )
 from tailrace.rollout.record import RolloutRecord, RolloutState
@@ -28,7 +27,6 @@ from tailrace.store import membership as membership_module
 from tailrace.store.client import EtcdClient
 from tailrace.store.etcd_api import TXN, delete_op, put_op
 from tailrace.store.membership import Membership
-from tailrace.store.reading import read_policy
 from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tailrace.telemetry.incidents import UNREADABLE, UNREADABLE_NOW
@@ -69,7 +67,7 @@ async def test_all_kinds_of_records(store: Store) -> None:
     await store.put("pools/a", b"prefill_to_decode")
     await store.put("drains/b", b"1")
     await store.put("stages", msgspec.json.encode([StageRecord(lo=0, hi=10, instance_ids=["a"])]))
-    await store.put("policy", b"round_robin")
+    await store.put("policy", b'{"name": "round_robin"}')
     members = await Membership.start(store)
     assert list(members.instances) == ["a", "b"]
     assert members.instances["a"] == instance("a")
@@ -87,7 +85,7 @@ async def test_policy_and_slos(store: Store) -> None:
     members = await Membership.start(store)
     assert (members.policy, members.slo) == (None, Slo())
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "behind_tokens": 1.5})
-    await store.put("policy", encode_policy(record))
+    await store.put("policy", msgspec.json.encode(record))
     await store.put("slo", encode_slo(Slo(1.0, None, 0.95)))
     await wait_for_members(members, lambda: members.slo == Slo(1.0, None, 0.95))
     assert members.policy == record
@@ -103,13 +101,6 @@ async def test_policy_and_slos(store: Store) -> None:
     await members.close()
 
 
-def test_a_policy_with_defaults_is_stored_in_the_oldest_format() -> None:
-    plain = PolicyRecord(name="pascal")
-    assert encode_policy(plain) == b"pascal"
-    assert read_policy(b"pascal") == plain
-    assert read_policy(b"") is None
-
-
 async def test_unreadable_records_are_skipped(store: Store) -> None:
     await store.put("instances/a", b"{broken")
     await store.put("instances/b", encoded("b"))
@@ -122,7 +113,7 @@ async def test_unreadable_records_are_skipped(store: Store) -> None:
     kinds = {"instances record", "pools record", "stages record"}
     assert unreadable_now() == dict.fromkeys(kinds, 1)
     # They are told for as long as they are there, however long ago they were skipped.
-    await store.put("policy", b"pascal")
+    await store.put("policy", b'{"name": "pascal"}')
     await wait_for_members(members, lambda: members.policy is not None)
     assert unreadable_now() == dict.fromkeys(kinds, 1)
     await store.put("pools/b", b"decode")
@@ -150,7 +141,7 @@ async def test_odd_keys_and_values_are_told_for_as_long_as_they_are_there(
     members = await Membership.start(narrow)
     told = {"key in etcd": 2, "value in etcd": 1}
     assert unreadable_now() == told
-    await store.put("policy", b"pascal")
+    await store.put("policy", b'{"name": "pascal"}')
     await wait_for_members(members, lambda: members.policy is not None)
     assert unreadable_now() == told
     await client.call(TXN, etcd_pb2.TxnRequest(success=[delete_op(key) for key in odd_keys]), "delete")
@@ -323,13 +314,13 @@ async def test_an_etcd_outage_changes_nothing(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
         await register(store, "instances/a", encoded("a"), ttl_s=2)
-        await store.put("policy", b"round_robin")
+        await store.put("policy", b'{"name": "round_robin"}')
         members = await Membership.start(store)
         seen: list[tuple[int, int]] = []
         members.add_listener(lambda: seen.append((len(members.instances), len(members.suspects))))
         etcd.kill()
         await etcd.start()
-        await store.put("policy", b"least_loaded")
+        await store.put("policy", b'{"name": "least_loaded"}')
         await wait_for_members(members, lambda: members.policy == PolicyRecord(name="least_loaded"))
         assert set(seen) == {(1, 0)}
         await members.close()

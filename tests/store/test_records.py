@@ -234,8 +234,9 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 
 
 def test_a_policy_may_have_any_short_name() -> None:
-    assert read_policy("\u00fcber".encode()) == PolicyRecord(name="\u00fcber")
-    for value in (b"\xff", b"x" * 10_000, b'{"name": ""}'):
+    assert read_policy('{"name": "\u00fcber"}'.encode()) == PolicyRecord(name="\u00fcber")
+    assert read_policy(b"") is None
+    for value in (b"\xff", b"pascal", b'{"name": "%s"}' % (b"x" * 10_000), b'{"name": ""}'):
         with pytest.raises(UnreadableRecord):
             read_policy(value)
 

@@ -240,7 +240,7 @@ class Node:
                 timeout_s=SETTINGS.pull_timeout_s,
             )
         )
-        admission = AdmissionControl(pulls, self.front_ends, self.running, self.metrics, 1000)
+        admission = AdmissionControl(pulls.submit, self.front_ends, self.running, self.metrics, 1000)
         own = Addressee(str(self.number), "1")
         parts = MigrationParts(
             own,

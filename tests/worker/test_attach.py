@@ -366,7 +366,7 @@ async def test_worker_at_its_request_limit_rejects_others() -> None:
     worker = Worker()
     engine = SimulatedEngine(SMALL)
     await engine.start(worker.sink)
-    admission = AdmissionControl(engine, worker.front_ends, worker.running, worker.metrics, 2)
+    admission = AdmissionControl(engine.submit, worker.front_ends, worker.running, worker.metrics, 2)
     front = await attached(worker, "a")
     for handle in (1, 2, 3):
         admission.submit(submission(handle))
@@ -392,7 +392,7 @@ async def test_failing_submission_ends_only_its_request(monkeypatch: pytest.Monk
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr(engine, "submit", fail)
-    admission = AdmissionControl(engine, worker.front_ends, worker.running, worker.metrics, 2)
+    admission = AdmissionControl(engine.submit, worker.front_ends, worker.running, worker.metrics, 2)
     front = await attached(worker, "a")
     admission.submit(submission(1))
     assert (await front.peer.down.get()).taken.handle == 1

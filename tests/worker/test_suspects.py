@@ -28,7 +28,7 @@ async def test_suspects_of_another_front_end_wait_for_progress() -> None:
     engine.faults.hang = True
     await engine.start(worker.sink)
     fronts = [await attached(worker, name) for name in ("a", "b")]
-    admission = AdmissionControl(engine, worker.front_ends, worker.running, worker.metrics, 100)
+    admission = AdmissionControl(engine.submit, worker.front_ends, worker.running, worker.metrics, 100)
 
     def submit(front: int, handle: int, suspect: bool) -> list[str]:
         client, name = fronts[front].front_end.client, f"r{front}{handle}"
