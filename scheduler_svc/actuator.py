@@ -155,12 +155,12 @@ class Actuator:
         except Exception as error:  # noqa: BLE001 - see `submit`
             loop_failed(_LOOP, f"{kind} by {policy}", error)
         finally:
-            # If it was cancelled before its turn.
+            # If it was cancelled before its turn, which only `close` does: the model goes with it.
             work.close()
         self._metrics.actions.labels(kind, outcome).inc()
 
     async def _turn(self) -> None:
-        """Wait until the actions before have begun, one in each round of the loop: those of a tick, begun all
+        """Wait until the actions before have begun, no two in a round of the loop: those of a tick, begun all
         at once, would take as long as dozens of placements, which would wait."""
         async with self._turns:
             await asyncio.sleep(0)

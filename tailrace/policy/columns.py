@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import is_not
 from typing import Final, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -40,7 +40,8 @@ class SeenInstances:
         self.names: list[str] = []
         # Positions in `names` by instance id.
         self.at: dict[str, int] = {}
-        self._changes: ViewChanges | None = None
+        # Weak: `PerInstances` keeps this for as long as the changes live.
+        self._changes: ReferenceType[ViewChanges] | None = None
         self._version = 0
         # Empty if the changes are known.
         self._views: list[InstanceView] = []
@@ -50,7 +51,7 @@ class SeenInstances:
 
         None: other instances are among them, or in another order; then the previous ones are forgotten.
         """
-        if view.changes is not None and view.changes is self._changes:
+        if view.changes is not None and self._changes is not None and view.changes is self._changes():
             names = view.changes.between(self._version, view.version)
             return list(range(len(self.names))) if names is None else sorted(map(self.at.__getitem__, names))
         views = list(view.instances.values())
@@ -69,7 +70,7 @@ class SeenInstances:
             self.names = list(view.instances)
             self.at = {name: n for n, name in enumerate(self.names)}
         self._views = [] if view.changes is not None else list(view.instances.values())
-        self._changes, self._version = view.changes, view.version
+        self._changes, self._version = None if view.changes is None else ref(view.changes), view.version
 
     def forget(self) -> None:
         """Forget all instances."""

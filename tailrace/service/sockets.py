@@ -81,8 +81,8 @@ def unix_path(folder: Path, name: str) -> str:
     path = str(folder / name)
     if len(os.fsencode(path)) > _UNIX_PATH_BYTES:
         raise OSError(
-            f"{path}: too long for a socket, whose path has at most {_UNIX_PATH_BYTES} bytes; set TMPDIR to "
-            "a folder with a shorter path, such as /tmp"
+            f"{path}: too long for a socket, whose path has at most {_UNIX_PATH_BYTES} bytes; name a folder "
+            "with a shorter path (TMPDIR, or --ipc-folder of a front end)"
         )
     return path
 

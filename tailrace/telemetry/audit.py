@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from tailrace.security.audit import AuditEntry
-from tailrace.telemetry.tracing import resource_of
+from tailrace.telemetry.tracing import OTLP_CHANNEL, resource_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs import LoggerProvider
@@ -65,5 +65,6 @@ def audit_export(service: str, instance: str) -> AuditExport | None:
     from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 
     provider = LoggerProvider(resource=resource_of(service, instance), shutdown_on_exit=False)
-    provider.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter(), schedule_delay_millis=500))
+    exporter = OTLPLogExporter(channel_options=OTLP_CHANNEL)
+    provider.add_log_record_processor(BatchLogRecordProcessor(exporter, schedule_delay_millis=500))
     return AuditExport(provider)

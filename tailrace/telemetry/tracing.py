@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# The exporters' type says that all values are strings.
+OTLP_CHANNEL: Final = cast("tuple[tuple[str, str]]", (DIRECT,))
+"""Options of the channel of an exporter."""
 
 AttributeValue = str | bool | int | float
 Attributes = Mapping[str, AttributeValue]
@@ -99,9 +102,7 @@ def configure(service: str, instance: str) -> Tracing:
     provider = TracerProvider(
         resource=resource_of(service, instance), shutdown_on_exit=False, id_generator=SystemIds()
     )
-    # Its type says that all values are strings.
-    direct = cast("tuple[tuple[str, str]]", (DIRECT,))
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S, channel_options=direct)
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S, channel_options=OTLP_CHANNEL)
     provider.add_span_processor(
         BatchSpanProcessor(
             exporter,

@@ -96,7 +96,7 @@ def assert_complete(plan: Plan, instances: int) -> None:
 
 @quick
 @given(seed=st.integers(0, 2**32), starts=st.integers(1, 4), most=st.sampled_from([16, 48]))
-def testleast_sums_are_those_of_all_ways_to_divide_the_instances(seed: int, starts: int, most: int) -> None:
+def test_least_sums_are_those_of_all_ways_to_divide_the_instances(seed: int, starts: int, most: int) -> None:
     rng = np.random.default_rng(seed)
     # As f(e, l'): infinite for few instances, then decreasing, not necessarily convex.
     reach = np.sort(rng.choice([0.0, 1.0, 1e-3], (starts, most + 1)) * rng.random((starts, most + 1)))[

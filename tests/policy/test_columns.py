@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, ViewChanges
-from tailrace.policy.columns import Columns, SeenInstances, smallest
+from tailrace.policy.columns import Columns, PerInstances, SeenInstances, smallest
 from tailrace.policy.pascal import Pascal
 from tests.policy.clusters import clusters
 from tests.policy.fleets import cluster
@@ -124,6 +124,23 @@ def test_the_views_of_an_earlier_decision_are_not_kept() -> None:
     columns.update(cluster_of(changes, InstanceView("a", requests=requests)))
     del requests
     assert kept() is None
+
+
+def test_the_cache_of_instances_that_have_changed_is_not_kept() -> None:
+    """Each change of the membership makes other changes of views."""
+    made: list[weakref.ref[Columns]] = []
+
+    def make() -> Columns:
+        columns = Columns(read, 2)
+        made.append(weakref.ref(columns))
+        return columns
+
+    caches = PerInstances(make)
+    for _ in range(3):
+        view = cluster_of(ViewChanges(), InstanceView("a"))
+        caches.of(view).update(view)
+    # All but that of views whose changes are not known, and the last one.
+    assert [each() is not None for each in made] == [True, False, False, True]
 
 
 def cluster_of(changes: ViewChanges, *instances: InstanceView) -> ClusterView:

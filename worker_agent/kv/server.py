@@ -430,6 +430,8 @@ class KvServer:
 
     def _done(self, session: KvSession, task: asyncio.Task[None]) -> None:
         session.closed = True
+        # A failed task's traceback leads to the session.
+        session.conversation = None
         self._conversations.discard(task)
         if (error := task_error(task)) is not None:
             # The target only learns that the session has ended, so the reason is logged here.

@@ -181,6 +181,12 @@ class _Transfer:
     first_block: int = 0
     block_ids: Sequence[int] = ()
 
+    async def close(self) -> None:
+        """Close it; it receives no more."""
+        await run_to_completion(self.kv.close())
+        # It refers to this transfer, to which it has delivered.
+        del self.kv
+
 
 @dataclass(slots=True)
 class _Transport:
@@ -369,7 +375,7 @@ class RankAgent:
             deliver = partial(self._deliver, transfer)
             transfer.kv = await transport.client.connect(command.source, Ticket(command.ticket), deliver)
             if cancelled():
-                await run_to_completion(transfer.kv.close())
+                await transfer.close()
                 raise KvTransferError("the transfer was aborted")
             self._memory.expect(command.request_id)
             transport.transfers[command.transfer] = transfer
@@ -402,7 +408,7 @@ class RankAgent:
             return
         if transfer.pulling is not None:
             await cancel(transfer.pulling)
-        await run_to_completion(transfer.kv.close())
+        await transfer.close()
         self._memory.leave(transfer.request_id)
 
     async def _end(self) -> None:

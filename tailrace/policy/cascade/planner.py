@@ -140,7 +140,8 @@ def exact(costs: Costs, instances: int) -> Plan:
     """Return the optimal plan over all numbers of stages, cuts and instances per stage.
 
     Plans that overload an instance are excluded unless all do. Of plans with equal cost, one with a longer
-    last stage is returned. Raise ValueError without instances.
+    last stage is returned. It is optimal if the cost of a stage is convex in its number of instances, as it
+    is of a QoE model without negative coefficients. Raise ValueError without instances.
     """
     if instances < 1:
         raise ValueError("a pipeline needs an instance")

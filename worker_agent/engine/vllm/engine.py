@@ -333,7 +333,10 @@ class VllmEngine:
     async def _serve_ranks(self) -> EngineRanks:
         """Have every rank connect, to transfer its part of the KV. Raises RuntimeError."""
         ranks = EngineRanks(self._parts, self._die, self._left_behind)
-        await ranks.links.open()
+        try:
+            await ranks.links.open()
+        except OSError as error:
+            raise RuntimeError(f"the engine's ranks cannot connect: {error}") from error
         address = Address(ranks.links.path, ranks.links.secret)
         try:
             await self._run(lambda parts: parts.core.serve_ranks(address))
