@@ -24,7 +24,7 @@ from tailrace.fleet.hosts import ANYWHERE, endpoints, own_admins
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.host_checks import Finding, Host, Verdict, check_host, ok
 from tailrace.local.options import ClusterOptions
-from tailrace.local.plan import Tier
+from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.ports import LOOPBACK
 from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, vllm_version
 from tailrace.local.state import Part, RunFolder, RunState, find_state
@@ -126,11 +126,13 @@ def doctor(
     flags = chain.from_iterable(map(_flags, served))
     ended = [] if cluster is None else _ended(cluster)
     # What follows from an end, and is mended with it, is said once. --admin may name another cluster.
-    known = frozenset() if admin else frozenset(chain.from_iterable(map(_consequences, ended)))
+    known = set[str]()
+    if cluster is not None and not admin:
+        known.update(subject for part in ended for subject in _consequences(part, cluster))
     fleet_findings = [
         finding
         for finding in _clusters(admin, own, shared, cluster)
-        if finding.verdict is Verdict.OK or finding.subject.rpartition(": ")[2] not in known
+        if finding.verdict is Verdict.OK or finding.subject not in known
     ]
     findings = [*check_host(host), *flags, *map(_has_ended, ended), *fleet_findings]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
@@ -184,18 +186,33 @@ def _has_ended(part: Part) -> Finding:
     return Finding(part.name, Verdict.PROBLEM, "it has ended", mend)
 
 
-def _consequences(part: Part) -> Iterator[str]:
-    """Yield the subjects of what is found in a fleet where this process has ended."""
+def _consequences(part: Part, state: RunState) -> Iterator[str]:
+    """Yield the subjects of what is found in the part's cluster because this process has ended."""
     spec = part.spec
     if spec is None:
         return
+    subjects: list[str] = []
     if spec.tier is Tier.WORKER:
-        yield from (f"instance {member}" for member in spec.members)
-        yield "instances"
+        subjects = [*(f"instance {member}" for member in spec.members), "instances"]
     elif "serve" in spec.command:
         # A kind of which none leads, or none is there; without a scheduler nothing is known.
-        kind = spec.command[[*spec.command].index("serve") + 1]
-        yield from (kind, "fleet") if kind == "scheduler" else (kind,)
+        kind = _kind(spec)
+        subjects = [kind, "fleet"] if kind == "scheduler" else [kind]
+    cluster = spec.option("--cluster")
+    model = next((of for of, each in _schedulers(state) if each.option("--cluster") == cluster), "")
+    yield from (f"{model}: {subject}" if model else subject for subject in subjects)
+
+
+def _kind(spec: PartSpec) -> str:
+    return spec.command[[*spec.command].index("serve") + 1]
+
+
+def _schedulers(state: RunState) -> Iterator[tuple[str, PartSpec]]:
+    """Yield the schedulers of this machine, each with the model whose own cluster it has, or empty."""
+    models = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
+    for part in state.parts:
+        if part.spec is not None and "serve" in part.spec.command and _kind(part.spec) == "scheduler":
+            yield models.get(part.spec.address, ""), part.spec
 
 
 def _own_admins(fleet: Fleet, options: ClusterOptions) -> dict[str, str]:
@@ -219,18 +236,26 @@ def _clusters(
         ]
     else:
         here = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
-        yield from _fleet(None, serves=not here or state.admin in state.models.values(), runs=True)
+        serves = not here or state.admin in state.models.values()
+        yield from _fleet(None, serves=serves, unreachable=_unreachable("", state))
         asked = [(model, None, model) for model in reversed(here.values())]
     for name, admin, model in asked:
-        for finding in _fleet(admin, model, runs=state is not None):
+        unreachable = "" if state is None else _unreachable(name, state)
+        for finding in _fleet(admin, model, unreachable=unreachable):
             yield replace(finding, subject=f"{name}: {finding.subject}")
 
 
+def _unreachable(model: str, state: RunState) -> str:
+    """Return what to do if no scheduler of the cluster that runs here answers, or of that of one model."""
+    names = [spec.name for of, spec in _schedulers(state) if of == model]
+    return f"tailrace logs {names[0]} may say why" if names else "read a scheduler's log on its host"
+
+
 def _fleet(
-    address: str | None, model: str | None = None, serves: bool = True, runs: bool = False
+    address: str | None, model: str | None = None, serves: bool = True, unreachable: str = ""
 ) -> Iterator[Finding]:
     """Yield what the admin API says of one cluster. `serves`: whether it has instances and front ends;
-    `runs`: whether it is one that was started here."""
+    `unreachable`: what to do if it cannot be asked, if it was started here."""
     try:
         with connect(address, model) as admin, admin.errors():
             yield from _services(admin, serves)
@@ -246,8 +271,8 @@ def _fleet(
     except Unreachable as error:
         if address:
             yield Finding("fleet", Verdict.PROBLEM, error.message, "start it, or correct --admin")
-        elif runs:
-            yield Finding("fleet", Verdict.PROBLEM, error.message, "tailrace logs scheduler may say why")
+        elif unreachable:
+            yield Finding("fleet", Verdict.PROBLEM, error.message, unreachable)
         else:
             yield ok("fleet", "none is running here, and --admin names none")
     except CliError as error:

@@ -35,7 +35,7 @@ NOT_LOCAL: Final = {
 
 def with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptions:
     """Return the options with the rest of the command line in its places. Raise UsageProblem or CliError."""
-    worker, frontend, rest = _split(arguments, click.get_current_context())
+    worker, frontend, rest = split_line(arguments, click.get_current_context())
     line = read_line(rest, options.model)
     if mistaken := _SET_HERE & {word.partition("=")[0] for word in (*worker, *frontend)}:
         raise UsageProblem(f"{min(mistaken)}: tailrace up sets it")
@@ -74,7 +74,7 @@ def count(line: VllmLine, name: str, default: int) -> int:
         raise UsageProblem(str(error)) from error
 
 
-def _split(
+def split_line(
     arguments: Sequence[str], parent: click.Context
 ) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
     """Return those of workers and of front ends, checked as these services do, and the rest."""

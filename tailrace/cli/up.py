@@ -31,7 +31,7 @@ from tailrace.cli.fleet_file import (
     read_fleet_file,
     require_alone,
 )
-from tailrace.cli.line import TINY_ARGUMENTS, count, with_line
+from tailrace.cli.line import TINY_ARGUMENTS, count, split_line, with_line
 from tailrace.cli.line_check import loads_vllm, refusal
 from tailrace.cli.output import note
 from tailrace.cli.up_front import with_front
@@ -59,7 +59,7 @@ from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, lo
 from tailrace.security.roles import Identity, Role
 from tailrace.service.etcd import EtcdNotFoundError
 from tailrace.service.settings import settings_options
-from tailrace.service.vllm_line import GIVEN, NO_LINE, VllmCommand
+from tailrace.service.vllm_line import GIVEN, NO_LINE, VllmCommand, read_line
 from tailrace.tiny.task import MAX_SCORED_COUNT, task
 from tailrace.v1.admin_pb2 import SetPolicyRequest
 
@@ -245,15 +245,16 @@ def _require_same(state: RunState, context: click.Context) -> None:
 
 
 def _values(context: click.Context) -> dict[str, object]:
-    """Return the values of a command line, defaults included, whatever the order of its flags."""
-    flags: list[list[str]] = []
-    for word in context.params["arguments"]:
-        if word.startswith("-") or not flags:
-            flags.append([*filter(None, word.partition("=")[::2])] if word.startswith("--") else [word])
-        else:
-            flags[-1].append(word)
-    assignments = sorted(context.params["assignments"])
-    return {**context.params, "arguments": sorted(flags), "assignments": assignments}
+    """Return the values of a command line, defaults included, whatever the order and spelling of vLLM's
+    flags. Raise click.UsageError."""
+    worker, frontend, rest = split_line(context.params["arguments"], context)
+    line = read_line(rest)
+    return {
+        **context.params,
+        "model": context.params["model"] or line.model,
+        "arguments": (worker, frontend, line.flags),
+        "assignments": sorted(context.params["assignments"]),
+    }
 
 
 def _start(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, host: str) -> RunState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 import json
 import math
 import re
@@ -663,6 +664,13 @@ def _check_flags(field: str, model: Model) -> None:
             raise FleetError(f"{field}.flags: {name}: {error}") from error
 
 
+def _only_here(address: str) -> bool:
+    """Return whether an address means this machine on each machine."""
+    if is_ip(address):
+        return is_loopback(f"{address}:1") or ipaddress.ip_address(address).is_unspecified
+    return address in ("localhost", "localhost.localdomain", "ip6-localhost")
+
+
 def _check_hosts(fleet: Fleet) -> None:
     if not fleet.etcd:
         raise FleetError("etcd: name the hosts that run a member, or HOST:PORT of members of yours")
@@ -675,7 +683,7 @@ def _check_hosts(fleet: Fleet) -> None:
             raise FleetError(f"{field} is neither a name nor an address (IPv6 without brackets)")
         if not_ipv4(host.address):
             raise FleetError(f"{field} is no IPv4 address")
-        if len(addresses) > 1 and (is_loopback(f"{host.address}:1") or host.address in ("0.0.0.0", "::")):
+        if len(addresses) > 1 and _only_here(host.address.lower()):
             raise FleetError(f"{field}: the other hosts do not reach it by that")
         if addresses.count(host.address) > 1:
             raise FleetError(f"hosts.{name}.address: {host.address} is there twice")

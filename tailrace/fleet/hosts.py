@@ -107,14 +107,17 @@ def replicas(fleet: Fleet, options: ClusterOptions) -> list[dict[str, int]]:
                 f"instances there take {taken}: say how many are on which host"
             )
         # Those that share a GPU (tailrace/local/plan.py) have so much less memory that it has to be meant.
-        if models[0].ranks > host.gpus or not models[0].line.last("gpu_memory_utilization"):
+        sharing_flags = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+        if models[0].ranks > host.gpus or not any(models[0].line.last(name) for name in sharing_flags):
             fits = host.gpus // models[0].ranks
             raise FleetError(
                 f"models[0].replicas: host {name} has {host.gpus} GPUs, and its instances take {taken}: "
-                f"at most {fits}"
-                + (", or with gpu-memory-utilization in flags they share them" if fits else "")
+                f"at most {fits}" + (_SHARED if fits else "")
             )
     return spread
+
+
+_SHARED: Final = ", or with gpu-memory-utilization or kv-cache-memory-bytes in flags they share them"
 
 
 def _spread(fleet: Fleet, at: int, options: ClusterOptions, gpus: Mapping[str, int]) -> dict[str, int]:

@@ -162,8 +162,8 @@ def policy_class(name: str) -> type[Policy]:
             raise UnknownPolicyError(former(name, FORMER[name]))
         if ":" in name:
             raise UnknownPolicyError(
-                f"policy {shown(name)}: only simulate and compare take module:Class; elsewhere it needs an "
-                "entry point (docs/adding-a-policy.md, Register it)"
+                f"policy {shown(name)}: only simulations take module:Class; elsewhere it needs an entry "
+                "point (docs/adding-a-policy.md, Register it)"
             )
         installed = names()
         meant = did_you_mean(name, installed)

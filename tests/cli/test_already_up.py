@@ -23,6 +23,12 @@ _MADE = ["--engine", "vllm", "--front", "auto", "--port", "8000"]
         (["org/m", "--seed=1", "--workers", "2"], ["--workers=2", "org/m", "--seed", "1"], True),
         (["org/m", "--seed", "1"], ["org/m"], False),
         (["--seed", "1", "--block-size", "2"], ["--seed", "2", "--block-size", "1"], False),
+        (["org/m", "-tp", "2"], ["--model", "org/m", "--tensor_parallel_size", "2"], True),
+        (
+            ["--max-num-seqs", "1", "--max-num-seqs", "2"],
+            ["--max-num-seqs", "2", "--max-num-seqs", "1"],
+            False,
+        ),
         (["--set", "a=1", "--set", "b=2"], ["--set", "b=2", "--set", "a=1"], True),
         (["--port", "8000"], ["--an-option-of-old", "x"], False),
         (["--port", "8000"], ["--workers", "many"], False),

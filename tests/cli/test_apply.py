@@ -125,7 +125,10 @@ def test_keys_that_front_ends_cannot_read_are_not_handed_out(
     (here.path / "keys.json").write_bytes(b"\xff")
     result = here.tailrace("render", kind, "-f", "fleet.yaml", "--out", "made")
     assert result.returncode == 1
-    assert "keys.json: JSON is malformed" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        "keys.json: no usable file of API keys (JSON is malformed" in result.stderr
+        and "Traceback" not in result.stderr
+    )
     assert not (here.path / "made").exists()
 
 

@@ -17,7 +17,7 @@ UP_S: Final = 120.0
 """Deadline of a command, `tailrace up` included."""
 UNREACHABLE_PROXY: Final = dict.fromkeys(
     ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:1"
-)
+) | dict.fromkeys(("no_proxy", "NO_PROXY", "no_grpc_proxy"), "")
 """What an environment says of a proxy for the world outside."""
 
 
@@ -42,7 +42,9 @@ class WorkingFolder:
 
     def tailrace(self, *arguments: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
         """Run `tailrace` to its end, in an environment with a proxy that does not answer."""
-        environment = self.environment() | UNREACHABLE_PROXY
+        environment = (
+            self.environment() | UNREACHABLE_PROXY | {"no_proxy": "", "NO_PROXY": "", "no_grpc_proxy": ""}
+        )
         return self._run(self.command(*arguments), environment, timeout_s)
 
     def run(self, *command: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:

@@ -141,5 +141,5 @@ def test_a_refused_policy_is_retried_after_another_was_active(caplog: pytest.Log
 
 
 def test_a_class_without_an_entry_point_is_for_simulations() -> None:
-    with pytest.raises(registry.UnknownPolicyError, match=r"only simulate and compare take module:Class"):
+    with pytest.raises(registry.UnknownPolicyError, match=r"only simulations take module:Class"):
         registry.load("my_policy.headroom:Headroom")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.structure.import_graph import find_cycle, import_graph
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,6 @@ def test_a_command_that_prints_json_imports_no_more_than_that() -> None:
     modules = "tailrace.cli.main, tailrace.cli.get"
     code = f"import sys, {modules}; print(*sorted({unneeded} & sys.modules.keys()))"
     printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=WAIT_S
     )
     assert printed.stdout == "\n"
