@@ -283,7 +283,7 @@ def _schedulers(state: RunState, cluster: str, alive: bool = False) -> str:
 def _leads(spec: PartSpec, cluster: str) -> bool:
     """Return whether a part is a scheduler of the cluster."""
     own = spec.option("--cluster") or DEFAULT_CLUSTER
-    return spec.tier is Tier.CONTROL and "scheduler" in spec.command and own == cluster
+    return spec.kind == "scheduler" and own == cluster
 
 
 def _note_admins(state: RunState, plan: Plan, options: ClusterOptions) -> None:

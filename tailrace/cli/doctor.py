@@ -194,24 +194,24 @@ def _consequences(part: Part, state: RunState) -> Iterator[str]:
     subjects: list[str] = []
     if spec.tier is Tier.WORKER:
         subjects = [*(f"instance {member}" for member in spec.members), "instances"]
-    elif "serve" in spec.command:
+    else:
         # A kind of which none leads, or none is there; without a scheduler nothing is known.
-        kind = _kind(spec)
-        subjects = [kind, "fleet"] if kind == "scheduler" else [kind]
+        subjects = [spec.kind, "fleet"] if spec.kind == "scheduler" else [spec.kind]
     cluster = spec.option("--cluster")
     model = next((of for of, each in _schedulers(state) if each.option("--cluster") == cluster), "")
     yield from (f"{model}: {subject}" if model else subject for subject in subjects)
 
 
-def _kind(spec: PartSpec) -> str:
-    return spec.command[[*spec.command].index("serve") + 1]
+def _own_models(state: RunState) -> dict[str, str]:
+    """Return the models with clusters of their own, by the addresses of their admin APIs."""
+    return {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
 
 
 def _schedulers(state: RunState) -> Iterator[tuple[str, PartSpec]]:
     """Yield the schedulers of this machine, each with the model whose own cluster it has, or empty."""
-    models = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
+    models = _own_models(state)
     for part in state.parts:
-        if part.spec is not None and "serve" in part.spec.command and _kind(part.spec) == "scheduler":
+        if part.spec is not None and part.spec.kind == "scheduler":
             yield models.get(part.spec.address, ""), part.spec
 
 
@@ -235,7 +235,7 @@ def _clusters(
             (model, admin, None) for model, admin in own.items()
         ]
     else:
-        here = {admin: model for model, admin in reversed(state.models.items()) if admin != state.admin}
+        here = _own_models(state)
         serves = not here or state.admin in state.models.values()
         yield from _fleet(None, serves=serves, unreachable=_unreachable("", state))
         asked = [(model, None, model) for model in reversed(here.values())]

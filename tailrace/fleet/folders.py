@@ -138,7 +138,7 @@ def prometheus(fleet: Fleet, options: ClusterOptions, alerts: str) -> Files:
                 if plan.own:
                     # By which alerts tell apart which one lacks a leader.
                     labels["cluster"] = part.option("--cluster")
-                targets.setdefault(kind_of(part), []).append({"targets": [target], "labels": labels})
+                targets.setdefault(part.kind, []).append({"targets": [target], "labels": labels})
     jobs = [_job(kind, each, fleet.tls) for kind, each in targets.items()]
     config = {
         "global": {"scrape_interval": "5s", "scrape_timeout": "4s"},
@@ -173,21 +173,16 @@ def _identities(fleet: Fleet, plan: Plan) -> list[Identity]:
     return [Identity(Role(part.role), part.name) for part in plan.parts] if fleet.tls else []
 
 
-def kind_of(part: PartSpec) -> str:
-    """Return which service a part is."""
-    return "etcd" if part.tier is Tier.ETCD else part.command[list(part.command).index("serve") + 1]
-
-
 def stop_s(part: PartSpec) -> int:
     """Return the seconds that a part may take to hand over or finish its work (--drain-timeout, --patience),
     and to close."""
     if drain := part.option("--drain-timeout"):
         return math.ceil(float(in_seconds(drain))) + _OTHERS_STOP_S
-    return _STOP_S.get(kind_of(part), _OTHERS_STOP_S)
+    return _STOP_S.get(part.kind, _OTHERS_STOP_S)
 
 
 def _unit(part: PartSpec, plan: Plan) -> str:
-    kind = kind_of(part)
+    kind = part.kind
     devices = kind == "worker"
     lines = []
     if devices:
@@ -229,7 +224,7 @@ def _quoted(word: str) -> str:
 
 
 def _container(part: PartSpec, plan: Plan) -> dict[str, Any]:
-    kind = kind_of(part)
+    kind = part.kind
     engine = kind in ("worker", "frontend")
     environment = {**plan.environment, **part.environment}
     container: dict[str, Any] = {

@@ -15,7 +15,7 @@ import yaml
 from tailrace import __version__
 from tailrace.address import is_ip, parse_address
 from tailrace.fleet.file import Fleet, FleetError, Kubernetes, Model
-from tailrace.fleet.folders import CONTAINER_USER, ETCD_IMAGE, KEYS, SCRAPER, kind_of, stop_s
+from tailrace.fleet.folders import CONTAINER_USER, ETCD_IMAGE, KEYS, SCRAPER, stop_s
 from tailrace.fleet.hosts import (
     EDGE_PORT,
     HTTP_PORT,
@@ -251,7 +251,7 @@ class _Part:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.spec)
+        return self.spec.kind
 
     @property
     def name(self) -> str:

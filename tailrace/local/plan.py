@@ -60,6 +60,11 @@ class PartSpec:
     # Whether it is a worker whose number follows the load.
     scaled: bool = False
 
+    @property
+    def kind(self) -> str:
+        """Return which service it is: etcd, or as `tailrace serve` names it."""
+        return "etcd" if self.tier is Tier.ETCD else self.command[[*self.command].index("serve") + 1]
+
     def option(self, flag: str) -> str:
         """Return the value of a flag of its command, given as one word or two; empty if it has none."""
         for at, word in enumerate(self.command):

@@ -25,8 +25,6 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Name a proxy that does not answer."""
     for name, value in UNREACHABLE_PROXY.items():
         monkeypatch.setenv(name, value)
-    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 async def test_services_and_checks_connect_directly() -> None:
