@@ -16,9 +16,9 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from tailrace.service.etcd import LocalEtcd
 from tailrace.store.store import Store
 from tests.harness.forked import end_servers, servers, start_servers, use_servers
+from tests.harness.local_etcd import LocalEtcd
 from tests.leftovers import end_with_this_process
 from tests.machine import free_cores
 from tests.ports import free_port

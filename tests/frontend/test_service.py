@@ -20,13 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frontend_svc.admission import STOPPING, Refusal
 from frontend_svc.api_server.sockets import EngineSockets, PortTaken, bind_http, is_listening
 from tailrace.records import ServiceRecord
-from tailrace.service.etcd import LocalEtcd, local_etcd
 from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tests.frontend.conftest import eventually
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.frontend.fleet import record
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs, serving
+from tests.harness.local_etcd import LocalEtcd, local_etcd
 from tests.waiting import WAIT_S
 
 COMMAND = [sys.executable, "-m", "frontend_svc.main"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from frontend_svc.api_server.spec import ARGUMENTS_REFUSED
-from tailrace.service.etcd import local_etcd
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.harness.forked import ForkedCommand
+from tests.harness.local_etcd import local_etcd
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm

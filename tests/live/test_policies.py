@@ -127,7 +127,7 @@ async def test_waiting_prompts_are_returned_and_placed_elsewhere(fleet: Fleet) -
     requests = [await fleet.send(900, 0, 600) for _ in range(8)]
     await asyncio.gather(*(fleet.wait_for_tokens(r) for r in requests[:4]))
     assert set((await fleet.owners()).values()) == {"w-0"}
-    # A tick of cascade on a busy machine would see a returned prompt wait outside its stage, and send it back.
+    # On a busy machine a tick of cascade sees a returned prompt wait outside its stage, and sends it back.
     await fleet.set_policy("least_loaded")
     worker = WorkerStub(fleet.channels.get(fleet.members.instances["w-0"].address, Role.WORKER))
     request = worker_pb2.HandBackPromptsRequest(request_ids=requests)

@@ -19,11 +19,11 @@ from scheduler_svc.admin.forward import FORWARDED
 from tailrace.records import PolicyRecord, ServiceRecord
 from tailrace.security.roles import Role
 from tailrace.service.channels import FROM_SERVER
-from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
+from tests.harness.local_etcd import local_etcd
 from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
 from tests.scheduler.conftest import Control, leads, open_control
 from tests.scheduler.facts import (

@@ -18,12 +18,12 @@ from tailrace.security.authority import Authority
 from tailrace.security.credentials import Credentials, read_credentials
 from tailrace.security.roles import MEMBERS, Identity, Role
 from tailrace.security.transport import PLAIN, Transport
-from tailrace.service.etcd import LocalEtcd, local_etcd
 from tailrace.service.probe import Unhealthy, check_http
 from tailrace.store.client import EtcdClient, StoreUnavailable
 from tailrace.store.etcd_roles import apply_rights, etcd_rights
 from tailrace.store.registration import register
 from tailrace.store.store import Store
+from tests.harness.local_etcd import LocalEtcd, local_etcd
 from tests.ports import free_port
 from tests.security.conftest import transport
 from tests.waiting import WAIT_S

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.service.etcd import local_etcd
+from tests.harness.local_etcd import local_etcd
 from tests.waiting import WAIT_S
 
 COMMANDS = [

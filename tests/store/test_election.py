@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from tailrace.records import ServiceRecord
-from tailrace.service.etcd import local_etcd
 from tailrace.store.election import Election
 from tailrace.store.store import Store
+from tests.harness.local_etcd import local_etcd
 from tests.store.waiting import until
 from tests.waiting import WAIT_S
 

@@ -17,11 +17,12 @@ import pytest
 from tailrace.address import parse_endpoints
 from tailrace.security.renewed_channel import CLOSE_WHEN_IDLE
 from tailrace.security.transport import PlainTransport
-from tailrace.service.etcd import find_etcd, local_etcd
+from tailrace.service.etcd import find_etcd
 from tailrace.store import client
 from tailrace.store.client import EtcdClient, Member
 from tailrace.store.store import LeasedValue, Store, StoreUnavailable
 from tailrace.v1 import etcd_pb2
+from tests.harness.local_etcd import local_etcd
 from tests.ports import free_port
 from tests.store.etcd_proxy import LEASE_GRANT, TXN, EtcdProxy, etcd_proxy
 from tests.store.waiting import until

@@ -20,7 +20,6 @@ from tailrace.records import (
     encode_slo,
 )
 from tailrace.rollout.record import RolloutRecord, RolloutState
-from tailrace.service.etcd import local_etcd
 from tailrace.slo import Slo
 from tailrace.store import client as store_client
 from tailrace.store import membership as membership_module
@@ -31,6 +30,7 @@ from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tailrace.telemetry.incidents import UNREADABLE, UNREADABLE_NOW
 from tailrace.v1 import etcd_pb2
+from tests.harness.local_etcd import local_etcd
 from tests.store.waiting import wait_for_members
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.service.etcd import local_etcd
 from tailrace.store.registration import register
 from tailrace.store.store import TOMBSTONES, LeasedValue, Store, StoreUnavailable
+from tests.harness.local_etcd import local_etcd
 from tests.store.waiting import until
 
 

@@ -20,9 +20,9 @@ from tailrace.security.credentials import read_credentials
 from tailrace.security.folder import CredentialFolder
 from tailrace.security.roles import MEMBERS, Identity, Role
 from tailrace.security.transport import TlsTransport
-from tailrace.service.etcd import LocalEtcd, local_etcd
 from tailrace.store.client import EtcdClient
 from tailrace.store.etcd_roles import apply_rights, etcd_rights
+from tests.harness.local_etcd import LocalEtcd, local_etcd
 from tests.strangers.etcd_calls import (
     METHODS,
     Caller,
