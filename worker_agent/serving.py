@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Final
 
 from tailrace.service.options import CommonOptions
@@ -66,15 +65,14 @@ async def serve(
     require_listenable("--listen", common.listen)
     require_listenable("--stream-port", f"{common.listen.rpartition(':')[0]}:{settings.stream_port}")
     names = consecutive_ids(common.member_id, count)
-    cluster = f"{','.join(common.etcd)}/{common.cluster}"
     # Before etcd is asked: what is wrong with the options is told at once.
     engines = [
         make_engine(
-            replace(options, owner=f"{cluster}/{name}"),
+            options,
             lambda late_s: histograms.step_late_seconds.observe(late_s),
             settings.profile,
         )
-        for name in names
+        for _ in names
     ]
     async with AsyncExitStack() as stack:
         start_ucx(_ucx_options(common, settings))

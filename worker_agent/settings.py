@@ -61,8 +61,6 @@ class EngineOptions:
         "Length predictor of the model (vLLM only); '' for none. Default: the tiny model's own.",
         metavar="PATH",
     )
-    # Identifies the engine's worker, and is the same after a restart; see parallel/rank_leftovers.py.
-    owner: str = ""
     # Fields of vLLM's EngineArgs that its flags give, or of SimulatedSettings.
     arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     # Flags of `vllm serve` that say nothing to this engine, such as the API server's.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_agent.parallel.rank_leftovers import Names, Record, names_of, remove
+from worker_agent.parallel.rank_leftovers import names_of, remove, remove_left_behind
 
 SHARED = Path("/dev/shm")
 # As a rank of a vLLM engine on a CPU: a message queue, and memory of the ranks' own communicator.
@@ -52,21 +52,44 @@ def existing(names: set[str]) -> set[str]:
     return {name for name in names if (SHARED / name).exists()}
 
 
-def test_next_worker_of_the_same_name_removes_what_all_killed_ranks_left() -> None:
+# As a worker: it records what a rank shares, and lives.
+_WORKER = """
+import sys, threading
+from worker_agent.parallel.rank_leftovers import Record, names_of
+record = Record()
+record.write(names_of([int(sys.argv[1])]))
+print("recorded", flush=True)
+threading.Event().wait(60)
+"""
+
+
+def test_the_next_worker_removes_what_killed_ranks_left() -> None:
     with rank() as (process, names), rank() as (other, others):
-        owner = uuid.uuid4().hex
-        Record(owner).write(names_of([process.pid]))
-        # With its resource tracker, as when a container is killed.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert existing(names) == names
-        Record(f"not {owner}").remove_recorded()
-        assert existing(names) == names
-        Record(owner).remove_recorded()
-        assert existing(names) == set()
-        assert existing(others) == others
-        assert other.poll() is None
-        Record(owner).remove_recorded()
+        workers = [
+            subprocess.Popen([sys.executable, "-c", _WORKER, str(each.pid)], stdout=subprocess.PIPE)
+            for each in (process, other)
+        ]
+        try:
+            for worker in workers:
+                assert worker.stdout is not None and worker.stdout.readline().strip()
+            # With its resource tracker, as when a container is killed.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            # A worker that lives removes what its ranks share itself.
+            remove_left_behind()
+            assert existing(names) == names
+            workers[0].kill()
+            workers[0].wait()
+            remove_left_behind()
+            assert existing(names) == set()
+            assert existing(others) == others
+            assert other.poll() is None
+            remove_left_behind()
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.communicate()
+            remove_left_behind()
 
 
 def test_only_what_the_processes_have_mapped_is_named() -> None:
@@ -99,22 +122,23 @@ def test_removed_memory_stays_usable_and_is_not_removed_twice(capfd: pytest.Capt
     "lines", [b"", b"x psm_0\n", b"1 ../../etc/passwd\n", b"\xff\xfe 1", b"1 other\n" * 99_999]
 )
 def test_unreadable_record_is_forgotten(lines: bytes) -> None:
-    record = Record(uuid.uuid4().hex)
-    record.write({})
-    (path,) = [path for path in SHARED.glob("tailrace-ranks-*") if path == record._path]
+    path = SHARED / f"tailrace-ranks-{uuid.uuid4().hex}"
     path.write_bytes(lines)
-    record.remove_recorded()
+    remove_left_behind()
     assert not path.exists()
 
 
-def test_another_users_link_is_neither_followed_nor_written_through(tmp_path: Path) -> None:
-    record, elsewhere = Record(uuid.uuid4().hex), tmp_path / "elsewhere"
+def test_what_is_no_record_is_left_alone(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("1 psm_0\n")
-    record._path.symlink_to(elsewhere)
+    link, pipe, folder = (SHARED / f"tailrace-ranks-{uuid.uuid4().hex}" for _ in range(3))
     try:
-        record.remove_recorded()
-        names: Names = {"psm_1": 2}
-        record.write(names)
-        assert elsewhere.read_text() == "1 psm_0\n"
+        link.symlink_to(elsewhere)
+        os.mkfifo(pipe)
+        folder.mkdir()
+        remove_left_behind()
+        assert elsewhere.read_text() == "1 psm_0\n" and link.is_symlink() and folder.is_dir()
     finally:
-        record.clear()
+        link.unlink()
+        pipe.unlink(missing_ok=True)
+        folder.rmdir()

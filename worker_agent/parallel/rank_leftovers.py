@@ -2,23 +2,25 @@
 
 Python and vLLM choose these names, and give them to nobody; but a process has mapped only those of its own
 engine. So they are read from the ranks' memory maps while these live, and recorded beside them for the case
-that the worker is killed with all of its ranks: the next worker of the same name then removes them.
+that the worker is killed with all of its ranks: the next worker of the same user then removes them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
 import re
 import tempfile
 import threading
+import uuid
 from collections.abc import Iterable
-from hashlib import blake2b
+from itertools import islice
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,10 @@ _OF_RANKS: Final = re.compile(r"psm_[0-9a-f]+|[^/]+-cpushm[^/]*")
 # Start of the name of the file by which the ranks of an engine on one machine rendezvous.
 _MEETING: Final = "vllm_dist_"
 _MAPS_FIELDS: Final = 6
+# Start of a record's name, and what is read of each, and of how many.
+_RECORD: Final = "tailrace-ranks-"
 _RECORD_BYTES_MAX: Final = 64 << 10
+_RECORDS_MAX: Final = 1_024
 
 Names = dict[str, int]
 """Names in /dev/shm, and the inode of each: a name may be used again, by others."""
@@ -75,46 +80,60 @@ def remove_meeting(name: str) -> None:
 
 
 class Record:
-    """The names of one engine, kept in /dev/shm: they live as long as what they name."""
+    """The names of one engine, kept in /dev/shm: they live as long as what they name.
 
-    def __init__(self, owner: str) -> None:
-        """`owner`: identifies the engine's worker, and is the same for the next process of it."""
-        key = blake2b(f"{os.getuid()} {owner}".encode(), digest_size=16).hexdigest()
-        self._path = _SHARED / f"tailrace-ranks-{key}"
+    The file is locked for as long as this process lives: an unlocked one was left behind. Locks also count
+    between containers that share /dev/shm, which do not see each other's processes.
+    """
+
+    def __init__(self) -> None:
+        self._path = _SHARED / f"{_RECORD}{uuid.uuid4().hex}"
+        self._file: TextIO | None = None
 
     def write(self, names: Names) -> None:
-        """Replace what is recorded."""
-        self.clear()
+        """Record these names."""
+        # Locked before it can be found.
+        unfinished = self._path.with_name(f".{self._path.name}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with open(os.open(self._path, flags, 0o600), "w") as file:
-                file.writelines(f"{inode} {name}\n" for name, inode in names.items())
+            self._file = open(os.open(unfinished, flags, 0o600), "w")  # noqa: SIM115 - `clear` closes it
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.writelines(f"{inode} {name}\n" for name, inode in names.items())
+            self._file.flush()
+            unfinished.rename(self._path)
         except OSError as error:
             log.warning("%s: %s; what killed ranks leave in /dev/shm will stay", self._path, error.strerror)
 
     def clear(self) -> None:
         """Forget what is recorded."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            self._file.close()
+            self._file = None
 
-    def remove_recorded(self) -> None:
-        """Remove what an earlier process of this worker left, and forget it."""
-        try:
-            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-                ours = os.fstat(file.fileno()).st_uid == os.getuid()
-                lines = file.read(_RECORD_BYTES_MAX).decode(errors="replace").splitlines()
-        except OSError:
+
+def remove_left_behind() -> None:
+    """Remove what engines of this user recorded whose processes are gone, and their records."""
+    for path in islice(_SHARED.glob(f"{_RECORD}*"), _RECORDS_MAX):
+        # It is gone, its process lives, or it is not ours to read.
+        with contextlib.suppress(OSError):
+            _remove_recorded(path)
+
+
+def _remove_recorded(path: Path) -> None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.getuid():
             return
-        fields = [line.partition(" ") for line in lines if ours]
-        remove(
-            {
-                name: int(inode)
-                for inode, _, name in fields
-                if inode.isdecimal() and _OF_RANKS.fullmatch(name)
-            },
-            tracked=False,
-        )
-        self.clear()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lines = file.read(_RECORD_BYTES_MAX).decode(errors="replace").splitlines()
+        path.unlink()
+    recorded = ((name, inode) for inode, _, name in (line.partition(" ") for line in lines))
+    remove(
+        {name: int(inode) for name, inode in recorded if inode.isdecimal() and _OF_RANKS.fullmatch(name)},
+        tracked=False,
+    )
 
 
 # End a rank whose worker dies before the rank serves.

@@ -51,7 +51,7 @@ from worker_agent.engine.vllm.ranks import EngineRanks, encode_options, folder_k
 from worker_agent.network import use_network_of
 from worker_agent.parallel.node_gathering import Nodes
 from worker_agent.parallel.node_span import NodeSpan, worker_span
-from worker_agent.parallel.rank_leftovers import Record, names_of, remove
+from worker_agent.parallel.rank_leftovers import names_of, remove, remove_left_behind
 from worker_agent.parallel.rank_messages import Address
 from worker_agent.settings import EngineOptions
 
@@ -80,7 +80,6 @@ class VllmEngine:
         self._compilations = Compilations()
         # None if there is one rank.
         self._ranks: EngineRanks | None = None
-        self._left_behind = Record(options.owner)
         # None if the engine is on this machine alone.
         self._nodes: Nodes | None = None
         # Bounded by the worker's limits on concurrent exports and imports.
@@ -93,7 +92,7 @@ class VllmEngine:
         span = worker_span(self._options.arguments)
         if span is not None:
             self._nodes = await self._gather_nodes(span)
-        self._left_behind.remove_recorded()
+        remove_left_behind()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 self._parts = await self._load()
@@ -332,7 +331,7 @@ class VllmEngine:
 
     async def _serve_ranks(self) -> EngineRanks:
         """Have every rank connect, to transfer its part of the KV. Raises RuntimeError."""
-        ranks = EngineRanks(self._parts, self._die, self._left_behind)
+        ranks = EngineRanks(self._parts, self._die)
         try:
             await ranks.links.open()
         except OSError as error:

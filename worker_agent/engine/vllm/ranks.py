@@ -26,7 +26,14 @@ from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.vllm.core import EngineParts
 from worker_agent.engine.vllm.settings import vllm_config
 from worker_agent.parallel.node_span import NODE
-from worker_agent.parallel.rank_leftovers import Names, Record, names_of, remove, remove_meeting
+from worker_agent.parallel.rank_leftovers import (
+    Names,
+    Record,
+    names_of,
+    remove,
+    remove_left_behind,
+    remove_meeting,
+)
 from worker_agent.parallel.rank_links import RankLinks
 from worker_agent.settings import EngineOptions
 
@@ -43,20 +50,17 @@ class EngineRanks:
     it.
     """
 
-    def __init__(self, parts: EngineParts, died: Callable[[str], None], record: Record) -> None:
-        """`died` is called once, when a rank exits or hangs without having been stopped.
-
-        `record` gets the names of what the ranks share.
-        """
+    def __init__(self, parts: EngineParts, died: Callable[[str], None]) -> None:
+        """`died` is called once, when a rank exits or hangs without having been stopped."""
         self._parts = parts
         self._died = died
         ranks = parts.core.local_ranks
         self._processes = frozenset(rank.process for rank in ranks)
         self._links = RankLinks(len(ranks), self._lost)
-        self._record = record
+        self._record = Record()
         # Read now: of a rank that is gone they cannot be read.
         self._shared = names_of([os.getpid(), *self._processes])
-        record.write(self._shared)
+        self._record.write(self._shared)
 
     @property
     def links(self) -> RankLinks:
@@ -129,7 +133,7 @@ class NodeRanks:
     def __init__(self, options: EngineOptions) -> None:
         """Store the options; `run` starts the ranks."""
         self._options = options
-        self._record = Record(f"{options.owner} node {options.arguments.get(NODE)}")
+        self._record = Record()
         self._shared: Names = {}
         # Name of the files that the ranks share, once it is known.
         self.meeting = ""
@@ -139,7 +143,7 @@ class NodeRanks:
 
         Raises EngineSettingError for settings that vLLM does not accept.
         """
-        self._record.remove_recorded()
+        remove_left_behind()
         executor = MultiprocExecutor(vllm_config(self._options), monitor_workers=False)
         handles = {handle.proc.sentinel: handle for handle in executor.workers}
         self._shared = names_of([os.getpid(), *(handle.proc.pid or 0 for handle in handles.values())])
