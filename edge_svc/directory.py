@@ -94,8 +94,8 @@ class Directory:
     clusters: tuple[Endpoints, ...]
     # Names of models that were here before, and whose front ends are all away.
     gone: frozenset[str] = frozenset()
-    # gRPC addresses of the front ends with vLLM's Rust API server, by cluster.
-    rust: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # gRPC addresses of the front ends, by cluster.
+    reporting: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def after(self, before: Directory) -> Directory:
         """Return this directory, which also knows what was there before it.
@@ -143,11 +143,10 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             _cluster(model, "rust", rust),
             _cluster(model, "python", python),
         )
-        clusters += [
-            _endpoints(name, each) for name, each in ((served.rust, rust), (served.python, python)) if name
-        ]
-        if served.rust:
-            reporting[served.rust] = frozenset(each.address for each in rust)
+        for name, each in ((served.rust, rust), (served.python, python)):
+            if name:
+                clusters.append(_endpoints(name, each))
+                reporting[name] = frozenset(front_end.address for front_end in each)
         names[model] = served
         for name in sorted({name for each in front_ends for name in each.names}):
             names.setdefault(name, replace(served, name=name))
@@ -156,7 +155,7 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             # One that was loaded at run time: no other vllm-rs knows it.
             only = replace(served_model, rust="") if served_model.python else served_model
             names.setdefault(adapter.name, replace(only, name=adapter.name))
-    return Directory(names, tuple(clusters), rust=reporting)
+    return Directory(names, tuple(clusters), reporting=reporting)
 
 
 def merged(directories: Iterable[Directory]) -> Directory:
@@ -171,9 +170,9 @@ def merged(directories: Iterable[Directory]) -> Directory:
             names.setdefault(served.name, served)
         used = {name for served in own for name in (served.rust, served.python)}
         clusters += [endpoints for endpoints in each.clusters if endpoints.cluster in used]
-        reporting |= {name: each.rust[name] for name in used & each.rust.keys()}
+        reporting |= {name: each.reporting[name] for name in used & each.reporting.keys()}
         models |= {served.model for served in own}
-    return Directory(names, tuple(clusters), rust=reporting)
+    return Directory(names, tuple(clusters), reporting=reporting)
 
 
 def _with_python(served: Served, before: Served | None) -> Served:

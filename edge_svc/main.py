@@ -169,7 +169,7 @@ class Follower:
         found = await self._hosts.find(address for each in new.clusters for address in each.addresses)
         self.directory = new.after(self.directory)
         self._proxy.route(new.clusters, self._hosts.ips)
-        self._usage.follow(new.rust)
+        self._usage.follow(new.reporting)
         self.changed.set()
         self.changed = asyncio.Event()
         return found

@@ -1,5 +1,5 @@
-"""Hear from front ends with vLLM's Rust API server how many tokens tenants have used, and whether they take
-requests: an edge refuses for them, since vllm-rs answers every refusal with 500."""
+"""Hear from front ends whether they take requests, and how many tokens tenants have used of those with vLLM's
+Rust API server: an edge refuses for them, since vllm-rs answers every refusal with 500."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Usage:
         self._charged: dict[str, Mapping[str, int]] = {}
         unheard = Gauge(
             "tailrace_edge_unheard_front_ends",
-            "Front ends with vllm-rs that do not report at the moment what tenants have used.",
+            "Front ends that do not report now what tenants have used, and whether they take requests.",
             registry=registry,
         )
         unheard.set_function(lambda: float(len(self._tasks.keys() - self._reports.keys())))
@@ -84,6 +84,14 @@ class Usage:
         if all(report.refusal_status or tenant in report.full_tenants for report in known):
             message = "Too many requests of this key's tenant are queued; try again later."
             raise LimitRefusal(HTTPStatus.TOO_MANY_REQUESTS, message, _LATER_S)
+
+    def unready(self, clusters: Iterable[str]) -> str:
+        """Return why a load balancer should send requests elsewhere; empty unless every front end of these
+        clusters says so."""
+        addresses = {address for cluster in clusters for address in self._front_ends.get(cluster, ())}
+        reports = [self._reports.get(address) for address in sorted(addresses)]
+        reasons = [report.unready for report in reports if report is not None]
+        return reasons[0] if reasons and len(reasons) == len(reports) and all(reasons) else ""
 
     def context_tokens(self, cluster: str) -> int:
         """Return the shortest context of the cluster's front ends; 0 if none has said it."""

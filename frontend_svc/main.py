@@ -169,9 +169,9 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             answers = keep_answers(settings, setting, members, channels, registry)
         adapters = SharedAdapters(service.store, members, served.public_name)
         stack.push_async_callback(adapters.close)
-        servicers = [] if answers is None else [answers_servicer(answers)]
-        if settings.front is Front.RUST:
-            servicers.append(usage_servicer(tenants, readiness))
+        servicers = [usage_servicer(tenants, readiness, settings.front is not Front.RUST)]
+        if answers is not None:
+            servicers.append(answers_servicer(answers))
         server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))
         await server.set_serving(False)
         record = msgspec.structs.replace(

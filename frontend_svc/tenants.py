@@ -89,9 +89,10 @@ class TenantUsage:
 class UsageServicer(usage_pb2_grpc.UsageServicer):
     """Implement tailrace.v1.Usage; see usage.proto."""
 
-    def __init__(self, usage: TenantUsage | None, readiness: Readiness) -> None:
-        """`usage`: None without keys."""
+    def __init__(self, usage: TenantUsage | None, readiness: Readiness, own_keys: bool) -> None:
+        """`usage`: None without keys, and where the API server counts; `own_keys`: it does that."""
         self._usage = usage
+        self._own_keys = own_keys
         self._readiness = readiness
         self._run = uuid.uuid4().hex
 
@@ -101,7 +102,7 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
         """Report what tenants have used, until the caller leaves."""
         sent: usage_pb2.UsageReport | None = None
         while True:
-            report = usage_pb2.UsageReport(run=self._run)
+            report = usage_pb2.UsageReport(run=self._run, knows_tenants=self._own_keys)
             if (usage := self._usage) is not None:
                 report.knows_tenants = True
                 report.tokens.update(usage.tokens)
@@ -109,12 +110,15 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
             report.context_tokens = self._readiness.context_tokens()
             if (refusal := self._readiness.refusal) is not None:
                 report.refusal_status, report.refusal_message = refusal.status, refusal.message
+            if (unready := self._readiness.unready) is not None:
+                report.unready = unready.message
             if report != sent:
                 yield report
                 sent = report
             await asyncio.sleep(_REPORT_S)
 
 
-def usage_servicer(usage: TenantUsage | None, readiness: Readiness) -> Servicer:
+def usage_servicer(usage: TenantUsage | None, readiness: Readiness, own_keys: bool) -> Servicer:
     """Return the servicer for the front end's gRPC server."""
-    return Servicer(usage_pb2_grpc.add_UsageServicer_to_server, UsageServicer(usage, readiness), SERVICE)
+    servicer = UsageServicer(usage, readiness, own_keys)
+    return Servicer(usage_pb2_grpc.add_UsageServicer_to_server, servicer, SERVICE)

@@ -31,6 +31,7 @@ from tailrace.security.authority import Authority
 from tailrace.security.roles import Identity, Role
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tailrace.tiny import MODEL_PATH
+from tailrace.v1 import admin_pb2
 from tests.e2e.conftest import RUST_FRONT
 from tests.harness.chats import client
 from tests.harness.fleet import Fleet
@@ -287,6 +288,33 @@ def test_strangers_are_refused_before_their_body(fleet: Fleet, tmp_path: Path) -
     finally:
         fleet.processes["edge-keys"].stop()
         fleet.forget("edge-keys")
+
+
+def test_unready_while_no_model_takes_requests(fleet: Fleet) -> None:
+    """One model that takes requests is enough: a load balancer does not know which one a request names."""
+    edge = edge_url(fleet)
+
+    def drain(*models: str, undo: bool = False) -> None:
+        for model in models:
+            request = admin_pb2.DrainRequest(instance_id=f"w-{model}", undrain=undo)
+            list(fleet.admin().Drain(request, timeout=WAIT_S))
+
+    def wait_for(status: int) -> None:
+        wait_until(lambda: call(edge, "/ready")[0] == status, f"/ready to answer {status}", WAIT_S)
+
+    first, second = MODELS
+    try:
+        drain(first)
+        front_end = f"http://127.0.0.1:{fleet.metrics_ports[f'frontend-{first}']}"
+        wait_until(lambda: call(front_end, "/ready")[0] == 503, "the front end to be unready", WAIT_S)
+        wait_for(200)
+        drain(second)
+        wait_for(503)
+        assert "No instance" in call(edge, "/ready")[1]["error"]["message"]
+        assert call(edge, "/health")[0] == 200
+    finally:
+        drain(*MODELS, undo=True)
+    wait_for(200)
 
 
 def test_an_edge_that_stops_finishes_its_streams(fleet: Fleet) -> None:

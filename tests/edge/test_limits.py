@@ -131,6 +131,23 @@ async def test_tokens_are_charged_once() -> None:
     await usage.close()
 
 
+async def test_an_edge_is_unready_if_all_its_front_ends_are() -> None:
+    usage = Usage(Channels(), lambda tenant, tokens: None, CollectorRegistry(), False)
+    # Nobody listens there.
+    usage.follow({"rust-a": ["127.0.0.1:1", "127.0.0.1:2"], "python-b": ["127.0.0.1:3"]})
+
+    def hear(address: str, unready: str) -> str:
+        usage._heard(address, usage_pb2.UsageReport(run=address, unready=unready))
+        return usage.unready(["rust-a", "python-b"])
+
+    assert [hear(f"127.0.0.1:{n}", "full") for n in (1, 2)] == ["", ""], "the third has said nothing yet"
+    assert hear("127.0.0.1:3", "none") == "full"
+    assert hear("127.0.0.1:2", "") == ""
+    assert usage.unready(["python-b"]) == "none"
+    assert usage.unready([]) == usage.unready(["gone"]) == ""
+    await usage.close()
+
+
 async def test_a_clusters_context_is_its_shortest_known_one() -> None:
     usage = Usage(Channels(), lambda tenant, tokens: None, CollectorRegistry(), True)
     # Nobody listens there.
