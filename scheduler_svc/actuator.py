@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 import grpc
@@ -15,7 +16,7 @@ from google.protobuf.message import Message
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import MigrationStarter
-from scheduler_svc.settings import ETCD_LAG_S, Settings
+from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
 from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import (
     Action,
@@ -44,6 +45,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded
 from tailrace.service.tasks import cancel
 from tailrace.store.client import StoreUnavailable
+from tailrace.store.store import SWAPS_MAX
 from tailrace.telemetry.incidents import LimitedLog, loop_failed, loop_named
 from tailrace.v1 import bidask_pb2, bidask_pb2_grpc, cache_pb2, cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -58,10 +60,11 @@ _CALL_S: Final = 2.0
 # Longer than a worker's default limit of a pull; the worker stops when the call ends.
 _COPY_S: Final = 10.0
 _LOOP: Final = loop_named("actions")
-# Concurrent actions. Migrations beyond the migration service's own limits wait there, not here.
+# Concurrent actions; pool moves that are written together count as one. Migrations beyond the migration
+# service's own limits wait there, not here.
 _OPEN_MAX: Final = 512
-# Pool moves that are written at a time. Arrow moves all instances of a fleet at once: hundreds of calls of
-# etcd together exceed their deadlines, and placements wait behind them.
+# Transactions of pool moves at a time. Placements may decide one each: hundreds of calls of etcd together
+# exceed their deadlines, and placements wait behind them.
 _POOL_WRITES: Final = 32
 # How long one waits for others' writes: without etcd, hundreds would keep all other actions from being begun
 # for as long as their calls take one after another.
@@ -97,29 +100,36 @@ class Actuator:
         Pool moves and migrations are in the model at once, so that the next decision, even one on the same
         report, takes them into account. `when_full` applies to the migrations.
         """
+        orders: list[PoolOrder] = []
         for action in without_swaps(actions):
             kind = type(action).__name__
             if len(self._tasks) >= _OPEN_MAX:
                 self._metrics.actions.labels(kind, "dropped").inc()
                 continue
-            try:
-                work = self._begin(action, policy, when_full)
-            except AdminError as error:
-                self._record_refusal(kind, policy, error)
-                continue
-            except Exception as error:  # noqa: BLE001 - here and below: the next action is carried out
-                loop_failed(_LOOP, f"{kind} by {policy}", error)
-                self._metrics.actions.labels(kind, "failed").inc()
-                continue
-            task = asyncio.create_task(self._carry_out(kind, policy, work), name=f"action {kind}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            with self._recorded(kind, policy):
+                if isinstance(action, SetPool):
+                    orders.append(self._order_pool(action))
+                else:
+                    work = self._begin(action, policy, when_full)
+                    self._start(kind, self._carry_out(kind, policy, work))
+        for first in range(0, len(orders), SWAPS_MAX):
+            self._start(SetPool.__name__, self._set_pools(orders[first : first + SWAPS_MAX], policy))
 
     async def close(self) -> None:
         """Cancel all actions. Migrations continue in the migration service."""
         await cancel(*self._tasks)
 
-    def _begin(self, action: Action, policy: str, when_full: WhenFull) -> Coroutine[None, None, str]:
+    def _start(self, kind: str, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=f"action {kind}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin(
+        self,
+        action: Migrate | Offer | ReturnPrompts | CopyPrefix | SetStages,
+        policy: str,
+        when_full: WhenFull,
+    ) -> Coroutine[None, None, str]:
         """Enter the action into the model; return a coroutine that carries it out and returns its outcome.
 
         Raise AdminError.
@@ -133,31 +143,28 @@ class Actuator:
                 return self._return(action)
             case CopyPrefix():
                 return self._workers.copy(action)
-            case SetPool():
-                ordered = self._state.order(PoolOrdered(action.instance_id, action.pool))
-                order = self._state.pool_order(action.instance_id) if ordered else None
-                if order is None:
-                    raise AdminError(
-                        _PRECONDITION, f"{action.instance_id} is gone or has another pending order"
-                    )
-                return self._set_pool(order)
             case SetStages():
                 return self._set_stages(action, self._state.view().stages)
 
     async def _carry_out(self, kind: str, policy: str, work: Coroutine[None, None, str]) -> None:
-        outcome = "failed"
         try:
-            await self._turn()
-            outcome = await work
-        except (AdminError, StoreUnavailable) as error:
-            self._record_refusal(kind, policy, error)
-            return
-        except Exception as error:  # noqa: BLE001 - see `submit`
-            loop_failed(_LOOP, f"{kind} by {policy}", error)
+            with self._recorded(kind, policy):
+                await self._turn()
+                self._metrics.actions.labels(kind, await work).inc()
         finally:
             # If it was cancelled before its turn, which only `close` does: the model goes with it.
             work.close()
-        self._metrics.actions.labels(kind, outcome).inc()
+
+    @contextmanager
+    def _recorded(self, kind: str, policy: str, count: int = 1) -> Iterator[None]:
+        """Record an error of the block as that of `count` actions; others are carried out nevertheless."""
+        try:
+            yield
+        except (AdminError, StoreUnavailable) as error:
+            self._record_refusal(kind, policy, error, count)
+        except Exception as error:  # noqa: BLE001
+            loop_failed(_LOOP, f"{kind} by {policy}", error)
+            self._metrics.actions.labels(kind, "failed").inc(count)
 
     async def _turn(self) -> None:
         """Wait until the actions before have begun, no two in a round of the loop: those of a tick, begun all
@@ -165,45 +172,60 @@ class Actuator:
         async with self._turns:
             await asyncio.sleep(0)
 
-    def _record_refusal(self, kind: str, policy: str, error: Exception) -> None:
+    def _record_refusal(self, kind: str, policy: str, error: Exception, count: int = 1) -> None:
         # Without a migration service every order is refused, hundreds a second.
         of = error.code.name if isinstance(error, AdminError) else type(error).__name__
         self._refusals.write(logging.INFO, f"{kind} {policy} {of}", f"{kind} by {policy}: {error}")
-        self._metrics.actions.labels(kind, "refused").inc()
+        self._metrics.actions.labels(kind, "refused").inc(count)
 
     async def _return(self, action: ReturnPrompts) -> str:
         returned = await self._workers.return_prompts(action.instance_id, action.request_ids)
         return "done" if returned else "outdated"
 
-    async def _set_pool(self, order: PoolOrder) -> str:
-        written = False
-        try:
-            await self._pool_turn(order.instance_id)
-            try:
-                await self._settings.swap_pool(order.instance_id, order.before, order.pool)
-            finally:
-                self._pool_writes.release()
-            written = True
-        finally:
-            if not written:
-                self._settle_pool(order)
-        # Etcd's watch delivers the move in a moment, unless another writer has reverted it meanwhile.
-        asyncio.get_running_loop().call_later(ETCD_LAG_S, self._settle_pool, order)
-        return "done"
+    def _order_pool(self, action: SetPool) -> PoolOrder:
+        """Enter a pool move into the model. Raise AdminError."""
+        ordered = self._state.order(PoolOrdered(action.instance_id, action.pool))
+        order = self._state.pool_order(action.instance_id) if ordered else None
+        if order is None:
+            raise AdminError(_PRECONDITION, f"{action.instance_id} is gone or has another pending order")
+        return order
 
-    async def _pool_turn(self, instance_id: str) -> None:
-        """Wait for one of the turns to write. Raise AdminError."""
+    async def _set_pools(self, orders: Sequence[PoolOrder], policy: str) -> None:
+        """Write pool moves that were decided together, in one transaction: by itself, each would be a change
+        that every process of the cluster reads."""
+        kind, moved = SetPool.__name__, frozenset[str]()
+        try:
+            with self._recorded(kind, policy, len(orders)):
+                await self._turn()
+                moved = await self._write_pools(orders)
+                self._metrics.actions.labels(kind, "done").inc(len(moved))
+                for order in orders:
+                    if order.instance_id not in moved:
+                        self._record_refusal(kind, policy, Conflict(f"the pool of {order.instance_id}"))
+        finally:
+            self._settle_pools([order for order in orders if order.instance_id not in moved])
+        # Etcd's watch delivers the moves in a moment, unless another writer has reverted them meanwhile.
+        asyncio.get_running_loop().call_later(ETCD_LAG_S, self._settle_pools, orders)
+
+    async def _write_pools(self, orders: Sequence[PoolOrder]) -> frozenset[str]:
+        """Write the moves once it is their turn; return the ids of those that no other writer has changed.
+        Raise AdminError or StoreUnavailable."""
         try:
             async with asyncio.timeout(_POOL_TURN_S):
                 await self._pool_writes.acquire()
         except TimeoutError:
-            message = f"{instance_id}: the pool moves before it are not written yet"
+            message = f"{orders[0].instance_id}: the pool moves before it are not written yet"
             raise AdminError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None
+        try:
+            return await self._settings.swap_pools(orders)
+        finally:
+            self._pool_writes.release()
 
-    def _settle_pool(self, order: PoolOrder) -> None:
-        """Remove an order if it still counts: the instance is where etcd says."""
-        if self._state.pool_order(order.instance_id) is order:
-            self._state.apply(PoolSettled(order.instance_id))
+    def _settle_pools(self, orders: Sequence[PoolOrder]) -> None:
+        """Remove orders that still count: their instances are where etcd says."""
+        for order in orders:
+            if self._state.pool_order(order.instance_id) is order:
+                self._state.apply(PoolSettled(order.instance_id))
 
     async def _set_stages(self, action: SetStages, before: tuple[Stage, ...]) -> str:
         await self._settings.swap_stages(before, action.stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import grpc
@@ -10,6 +10,7 @@ import msgspec
 
 from scheduler_svc.admin.errors import AdminError
 from tailrace.cluster import Pool, Stage
+from tailrace.control.reported_cluster import PoolOrder
 from tailrace.records import (
     PolicyRecord,
     StageRecord,
@@ -26,7 +27,7 @@ from tailrace.store.reading import (
     read_slo,
     read_stages,
 )
-from tailrace.store.store import Store
+from tailrace.store.store import Store, Swap
 
 _ATTEMPTS: Final = 5
 ETCD_LAG_S: Final = 5.0
@@ -47,18 +48,20 @@ class Settings:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def swap_pool(self, instance_id: str, expected: Pool | None, pool: Pool | None) -> None:
-        """Move an instance between pools if it is still in the expected one. Raise Conflict."""
-        key = f"pools/{instance_id}"
-        before = None if expected is None else expected.value.encode()
-        if not await self._swap(key, before, None if pool is None else pool.value.encode()):
-            raise Conflict(f"the pool of {instance_id}")
+    async def swap_pools(self, orders: Sequence[PoolOrder]) -> frozenset[str]:
+        """Move at most SWAPS_MAX instances in one step, each if it is still in the pool that it was in when
+        its move was ordered; return the ids of those that were moved."""
+        swaps = {
+            f"pools/{each.instance_id}": Swap(_encode_pool(each.before), _encode_pool(each.pool))
+            for each in orders
+        }
+        moved = await self._store.compare_and_swap_all(swaps)
+        return frozenset(key.removeprefix("pools/") for key in moved)
 
     async def set_pool(self, instance_id: str, pool: Pool | None) -> tuple[Pool | None, int]:
         """Move an instance to a pool from any other; return the previous one, and the revision of the write,
         0 if it was in none and stays so. Raise Conflict."""
-        value = None if pool is None else pool.value.encode()
-        previous, revision = await self._replace(f"pools/{instance_id}", value)
+        previous, revision = await self._replace(f"pools/{instance_id}", _encode_pool(pool))
         try:
             return (read_pool(previous) if previous else None), revision
         except UnreadableRecord:
@@ -187,6 +190,10 @@ class Settings:
         if value is not None:
             return await self._store.compare_and_swap(key, expected, value) > 0
         return expected is None or await self._store.compare_and_delete(key, expected) > 0
+
+
+def _encode_pool(pool: Pool | None) -> bytes | None:
+    return None if pool is None else pool.value.encode()
 
 
 def _policy(value: bytes | None) -> PolicyRecord | None:

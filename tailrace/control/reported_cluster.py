@@ -173,8 +173,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
     def _set_members(self, members: KnownMembers, now_s: float) -> None:
         """Apply membership, pools, drains, stages and profiles. A new incarnation starts empty.
 
-        Arrow moves hundreds of instances between pools at once, each a change in etcd: only those whose state
-        or pool has changed get new views then.
+        Arrow moves instances between pools all the time: only those whose state or pool has changed get new
+        views then.
         """
         if members.instances == self._records and members.profiles == self._profiles:
             self._set_states_and_pools(members)

@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 60.0
 # After a change the process is left to others for this many times as long as the change took, but not for
-# longer than `_REST_S`; changes during that time are applied together. Arrow moves all instances of a fleet
-# at once, each move a change in etcd, and the larger the fleet, the longer a change takes.
+# longer than `_REST_S`; changes during that time are applied together. Instances that start together are a
+# change in etcd each, and the larger the fleet, the longer a change takes.
 _REST: Final = 4.0
 _REST_S: Final = 0.25
 _FRONTEND: Final = "frontend"

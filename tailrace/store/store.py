@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -41,6 +41,9 @@ from the death of a process; both only delete the key."""
 LONGEST_KEY: Final = 1_024
 """Longest key that is read, in characters."""
 
+SWAPS_MAX: Final = 128
+"""Values that can be swapped in one transaction: the operations that etcd allows in one by default."""
+
 # Unreadable keys that are counted.
 _UNNAMED: Final = 10_000
 _CONNECT_S: Final = 15.0
@@ -63,6 +66,13 @@ class LeasedValue:
 
     value: bytes
     lease: int
+
+
+class Swap(NamedTuple):
+    """A value that is to replace another one. None: there is none."""
+
+    expected: bytes | None
+    value: bytes | None
 
 
 class Snapshot(NamedTuple):
@@ -175,6 +185,45 @@ class Store:
         return await self._write(
             key, [delete_op(self._key(key))], f"compare and delete {key}", _has_value(expected), _deleted
         )
+
+    async def compare_and_swap_all(self, swaps: Mapping[str, Swap]) -> frozenset[str]:
+        """Carry out in one transaction those of at most SWAPS_MAX swaps, by key, that find the value which
+        they expect; return their keys.
+
+        What compare_and_swap says of lost replies holds for all of them together.
+        """
+        if not swaps:
+            return frozenset()
+        left, more = dict(swaps), len(swaps) - 1
+        action = f"compare and swap {next(iter(swaps))}" + (f" and {more} more" if more else "")
+        for _ in range(_ATTEMPTS):
+            before = await self._read_all(left, action)
+            left = {key: swap for key, swap in left.items() if _has_value(swap.expected)(before[key])}
+            if not left:
+                return frozenset()
+            request = etcd_pb2.TxnRequest(
+                compare=[unchanged(self._key(key), before[key]) for key in left],
+                success=[
+                    delete_op(self._key(key)) if swap.value is None else put_op(self._key(key), swap.value)
+                    for key, swap in left.items()
+                ],
+                failure=[get_op(self._key(key)) for key in left],
+            )
+            answer = await self._call(TXN, request, action)
+            if answer.reply.succeeded:
+                return frozenset(left)
+            if answer.attempts > 1:
+                # All or none were carried out: what can be known of one is true of all.
+                after = _found(answer.reply)
+                known = [
+                    _was_swapped(swap, before[key], present)
+                    for (key, swap), present in zip(left.items(), after, strict=True)
+                ]
+                if all(known):
+                    return frozenset(left)
+                if False not in known:
+                    raise _unknown(action)
+        raise StoreUnavailable(f"etcd: {action}: others keep changing them")
 
     async def delete_orphaned(self, keys: Sequence[str], owner: str) -> bool:
         """Delete these values if there is none at `owner`; return whether there was none."""
@@ -310,6 +359,11 @@ class Store:
         reply = (await self._call(RANGE, request, f"get {key}")).reply
         return reply.kvs[0] if reply.kvs else None
 
+    async def _read_all(self, keys: Collection[str], action: str) -> dict[str, _Present]:
+        """Return what is at at most SWAPS_MAX keys, read in one transaction."""
+        request = etcd_pb2.TxnRequest(success=[get_op(self._key(key)) for key in keys])
+        return dict(zip(keys, _found((await self._call(TXN, request, action)).reply), strict=True))
+
     async def _write(
         self,
         key: str,
@@ -339,14 +393,12 @@ class Store:
             if answer.reply.succeeded:
                 return answer.reply.header.revision
             if answer.attempts > 1:
-                kvs = answer.reply.responses[0].response_range.kvs
-                carried_out = was_carried_out(before, kvs[0] if kvs else None)
+                (after,) = _found(answer.reply)
+                carried_out = was_carried_out(before, after)
                 if carried_out:
-                    return kvs[0].mod_revision if kvs else answer.reply.header.revision
+                    return answer.reply.header.revision if after is None else after.mod_revision
                 if carried_out is None:
-                    raise StoreUnavailable(
-                        f"etcd: {action}: it is unknown whether it was done; the key has changed since"
-                    )
+                    raise _unknown(action)
         raise StoreUnavailable(f"etcd: {action}: others keep changing it")
 
     async def _call(self, method: Method[Request, Reply], request: Request, action: str) -> EtcdReply[Reply]:
@@ -356,6 +408,16 @@ class Store:
             # Of all that these requests name, only a lease can be missing.
             kind = LeaseExpired if error.code is grpc.StatusCode.NOT_FOUND else StoreUnavailable
             raise kind(f"etcd: {action}: {error}") from error
+
+
+def _found(reply: etcd_pb2.TxnResponse) -> list[_Present]:
+    """Return what a transaction of reads, each of one key, has found."""
+    ranges = [response.response_range.kvs for response in reply.responses]
+    return [kvs[0] if kvs else None for kvs in ranges]
+
+
+def _unknown(action: str) -> StoreUnavailable:
+    return StoreUnavailable(f"etcd: {action}: it is unknown whether it was done; the key has changed since")
 
 
 # Conditions on what is at a key before a write.
@@ -400,6 +462,13 @@ def _swapped(value: bytes) -> Callable[[_Present, _Present], bool | None]:
         return after.value == value if before.create_revision == after.create_revision else None
 
     return was_carried_out
+
+
+def _was_swapped(swap: Swap, before: _Present, after: _Present) -> bool | None:
+    """Judge one of several swaps, whose key may also be unchanged."""
+    if (before and before.mod_revision) == (after and after.mod_revision):
+        return False
+    return _deleted(before, after) if swap.value is None else _swapped(swap.value)(before, after)
 
 
 def _deleted(before: _Present, after: _Present) -> bool | None:

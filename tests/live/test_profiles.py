@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 
 from frontend_svc.admission import OVERLOADED, Refusal
-from scheduler_svc.settings import Conflict, Settings
+from scheduler_svc.settings import Settings
 from tailrace.cluster import Pool
+from tailrace.control.reported_cluster import PoolOrder
 from tailrace.records import PROFILES, ProfileRecord
 from tailrace.v1 import admin_pb2, profile_pb2, types_pb2
 from tests.live.fleet import Fleet
@@ -126,9 +127,8 @@ async def test_a_flip_is_a_compare_and_swap(fleet: Fleet) -> None:
     # Two schedulers saw the same pool: the second one changes nothing.
     first, second = Settings(fleet.store), Settings(fleet.store)
     await fleet.set_pool("w-0", types_pb2.POOL_DECODE)
-    await first.swap_pool("w-0", Pool.DECODE, Pool.DECODE_TO_PREFILL)
-    with pytest.raises(Conflict, match="pool of w-0"):
-        await second.swap_pool("w-0", Pool.DECODE, Pool.PREFILL)
+    assert await first.swap_pools([PoolOrder("w-0", Pool.DECODE, Pool.DECODE_TO_PREFILL)]) == {"w-0"}
+    assert not await second.swap_pools([PoolOrder("w-0", Pool.DECODE, Pool.PREFILL)])
     assert await fleet.store.get("pools/w-0") == b"decode_to_prefill"
 
 

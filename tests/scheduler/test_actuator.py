@@ -23,7 +23,7 @@ from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.guard import PolicyGuard
 from tailrace.control.live import LiveControl
-from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.control.reported_cluster import PoolOrder, ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.records import PolicyRecord
 from tailrace.store.client import StoreUnavailable
@@ -70,6 +70,7 @@ class Scheduler:
     state: ReportedCluster
     actuator: Actuator
     loop: DecisionLoop
+    metrics: SchedulerMetrics
 
     @property
     def pools(self) -> list[Pool | None]:
@@ -80,6 +81,10 @@ class Scheduler:
     def incoming(self) -> list[int]:
         """Return the number of open migrations to each instance."""
         return [instance.migrations_in for instance in self.state.view().instances.values()]
+
+    def count(self, outcome: str) -> float:
+        """Return how many pool moves ended so."""
+        return float(self.metrics.actions.labels("SetPool", outcome)._value.get())
 
     async def finish_actions(self) -> None:
         """Wait until all submitted actions are complete."""
@@ -124,7 +129,7 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         report_to(state, steady("a", [request("r", PREFILL), request("q", PREFILL)]), 1.0)
         control = LiveControl(state, active, actuator, PolicyGuard(metrics))
         loop = DecisionLoop(control, leading, metrics)
-        yield Scheduler(store, membership, state, actuator, loop)
+        yield Scheduler(store, membership, state, actuator, loop, metrics)
 
 
 async def test_two_prefills_that_end_together_flip_one_instance(
@@ -183,10 +188,11 @@ async def test_an_error_in_one_action_does_not_stop_the_next(
     await scheduler.finish_actions()
     assert failures_of("actions") == before + 1
     with monkeypatch.context() as patch:
-        patch.setattr(Settings, "swap_pool", swap_none)
+        patch.setattr(Settings, "swap_pools", swap_none)
         scheduler.actuator.submit([SetPool("c", Pool.DECODE)], "test")
         await scheduler.finish_actions()
     assert failures_of("actions") == before + 2
+    assert (scheduler.count("done"), scheduler.count("failed")) == (1, 1)
     assert scheduler.pools[2] is Pool.PREFILL, "the order no longer counts"
 
 
@@ -207,24 +213,56 @@ async def test_an_order_that_lost_the_race_no_longer_counts(scheduler: Scheduler
     assert scheduler.pools == [Pool.PREFILL, Pool.PREFILL, Pool.PREFILL]
 
 
+async def test_pool_moves_of_a_tick_are_few_changes_in_etcd(scheduler: Scheduler) -> None:
+    names = [f"i{n}" for n in range(1_000)]
+    set_members(scheduler.state, StaticMembers({name: instance(name) for name in names}), 2.0)
+    before = await scheduler.store.put("policy", b"x")
+    scheduler.actuator.submit([SetPool(name, Pool.DECODE) for name in names], "test")
+    assert scheduler.pools == [Pool.DECODE] * 1_000, "all of them count at once"
+    await scheduler.finish_actions()
+    assert await scheduler.store.put("policy", b"y") == before + 1 + 8
+    written = await scheduler.store.get_prefix("pools/i")
+    assert written == {f"pools/{name}": b"decode" for name in names}
+    assert scheduler.count("done") == 1_000
+
+
+async def test_of_pool_moves_decided_together_only_those_that_lost_a_race_are_refused(
+    scheduler: Scheduler,
+) -> None:
+    await scheduler.store.put("pools/b", b"decode_to_prefill")
+    scheduler.actuator.submit([SetPool(name, Pool.DECODE) for name in "abc"], "test")
+    assert scheduler.pools == [Pool.DECODE, Pool.DECODE, Pool.DECODE]
+    await scheduler.finish_actions()
+    assert await scheduler.store.get_prefix("pools/") == {
+        "pools/a": b"decode",
+        "pools/b": b"decode_to_prefill",
+        "pools/c": b"decode",
+    }
+    assert scheduler.pools == [Pool.DECODE, Pool.PREFILL, Pool.DECODE]
+    assert (scheduler.count("done"), scheduler.count("refused")) == (2, 1)
+
+
 async def test_pool_moves_of_a_large_fleet_are_written_a_few_at_a_time(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, most, names = 0, 0, [f"i{n}" for n in range(100)]
 
-    async def swap_pool(settings: Settings, instance_id: str, expected: Pool | None, pool: Pool) -> None:
+    async def swap_pools(settings: Settings, orders: Sequence[PoolOrder]) -> frozenset[str]:
         nonlocal writing, most
         writing += 1
         most = max(most, writing)
         await asyncio.sleep(0)
         writing -= 1
+        return frozenset(order.instance_id for order in orders)
 
-    monkeypatch.setattr(Settings, "swap_pool", swap_pool)
+    monkeypatch.setattr(Settings, "swap_pools", swap_pools)
     set_members(scheduler.state, StaticMembers({name: instance(name) for name in names}), 2.0)
-    scheduler.actuator.submit([SetPool(name, Pool.DECODE) for name in names], "test")
+    for name in names:
+        # As placements decide them.
+        scheduler.actuator.submit([SetPool(name, Pool.DECODE)], "test")
     assert scheduler.pools == [Pool.DECODE] * 100, "all of them count at once"
     await scheduler.finish_actions()
-    assert most <= 32
+    assert most <= 32 and scheduler.count("done") == 100
 
 
 async def test_pool_moves_that_cannot_be_written_do_not_keep_other_actions_waiting(
@@ -232,20 +270,22 @@ async def test_pool_moves_that_cannot_be_written_do_not_keep_other_actions_waiti
 ) -> None:
     names, unavailable = [f"i{n}" for n in range(100)], asyncio.Event()
 
-    async def swap_pool(*_: object) -> None:
+    async def swap_pools(*_: object) -> None:
         await unavailable.wait()
         raise StoreUnavailable("etcd did not answer in time")
 
-    monkeypatch.setattr(Settings, "swap_pool", swap_pool)
+    monkeypatch.setattr(Settings, "swap_pools", swap_pools)
     monkeypatch.setattr(actuator, "_POOL_TURN_S", 0.05)
     set_members(scheduler.state, StaticMembers({name: instance(name) for name in names}), 2.0)
-    scheduler.actuator.submit([SetPool(name, Pool.DECODE) for name in names], "test")
+    for name in names:
+        scheduler.actuator.submit([SetPool(name, Pool.DECODE)], "test")
     async with asyncio.timeout(WAIT_S):
         while scheduler.pools.count(Pool.DECODE) > 32:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     unavailable.set()
     await scheduler.finish_actions()
     assert Pool.DECODE not in scheduler.pools, "none of the orders counts any more"
+    assert scheduler.count("refused") == 100
 
 
 async def test_between_the_actions_of_a_tick_the_loop_runs(

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tailrace.security.transport import PlainTransport
 from tailrace.service.etcd import find_etcd
 from tailrace.store import client
 from tailrace.store.client import EtcdClient, Member
-from tailrace.store.store import LeasedValue, Store, StoreUnavailable
+from tailrace.store.store import LeasedValue, Store, StoreUnavailable, Swap
 from tailrace.v1 import etcd_pb2
 from tests.harness.local_etcd import local_etcd
 from tests.ports import free_port
@@ -144,6 +144,82 @@ async def test_a_lost_swap_that_was_overwritten_is_unknown(etcd: str, cluster: s
         with pytest.raises(StoreUnavailable, match="unknown whether"):
             await swapping
         assert await store.get("stages") == b"2"
+        await both.close()
+
+
+def once_read(monkeypatch: pytest.MonkeyPatch, store: Store, then: Callable[[], Awaitable[object]]) -> None:
+    """Await `then` once between the reading of the values to be swapped and the swaps."""
+    read_all = store._read_all
+
+    async def read(keys: Collection[str], action: str) -> dict[str, Any]:
+        present = await read_all(keys, action)
+        monkeypatch.setattr(store, "_read_all", read_all)
+        await then()
+        return present
+
+    monkeypatch.setattr(store, "_read_all", read)
+
+
+async def test_swaps_beside_one_that_another_writer_prevents_are_carried_out(
+    etcd: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, _):
+        once_read(monkeypatch, store, lambda: store.put("pools/b", b"other"))
+        swaps = {f"pools/{key}": Swap(None, b"1") for key in "abc"}
+        assert await store.compare_and_swap_all(swaps) == {"pools/a", "pools/c"}
+        assert await store.get_prefix("pools/") == {"pools/a": b"1", "pools/b": b"other", "pools/c": b"1"}
+
+
+async def test_swaps_with_a_lost_reply_are_carried_out_once(
+    etcd: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store_with_proxy(etcd, cluster) as (store, proxy):
+        await store.put("pools/a", b"0")
+        await store.put("pools/b", b"0")
+        prefer(store, proxy.endpoint)
+
+        async def lose_the_reply() -> None:
+            proxy.lost.append(TXN)
+
+        once_read(monkeypatch, store, lose_the_reply)
+        swaps = {"pools/a": Swap(b"0", b"1"), "pools/b": Swap(b"0", None), "pools/c": Swap(None, b"1")}
+        assert await store.compare_and_swap_all(swaps) == swaps.keys()
+        assert not proxy.lost
+        assert await store.get_prefix("pools/") == {"pools/a": b"1", "pools/c": b"1"}
+        assert await version(store, "pools/a") == 2
+
+
+@pytest.mark.parametrize("executed", [True, False])
+async def test_lost_swaps_one_of_which_was_overwritten_are_unknown_only_if_they_may_have_been_carried_out(
+    executed: bool, etcd: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first member executes the swaps, or none; before the retry, another client has written."""
+    async with etcd_proxy(etcd) as proxy, etcd_proxy(etcd) as slow:
+        both = await Store.connect([proxy.endpoint, slow.endpoint], cluster)
+
+        async def misbehave() -> None:
+            prefer(both, proxy.endpoint)
+            if executed:
+                proxy.lost.append(TXN)
+            else:
+                proxy.silent.set()
+            slow.held.add(TXN)
+
+        once_read(monkeypatch, both, misbehave)
+        swaps = {f"pools/{key}": Swap(None, b"1") for key in "ab"}
+        swapping = asyncio.create_task(both.compare_and_swap_all(swaps))
+        async with asyncio.timeout(WAIT_S):
+            await slow.arrived.wait()
+        other = await Store.connect([etcd], cluster)
+        await other.put("pools/b", b"2")
+        slow.release.set()
+        if executed:
+            with pytest.raises(StoreUnavailable, match="pools/a and 1 more: it is unknown whether"):
+                await swapping
+        else:
+            assert await swapping == {"pools/a"}
+        assert await other.get_prefix("pools/") == {"pools/a": b"1", "pools/b": b"2"}
+        await other.close()
         await both.close()
 
 

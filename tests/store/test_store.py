@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.store.registration import register
-from tailrace.store.store import TOMBSTONES, LeasedValue, Store, StoreUnavailable
+from tailrace.store.store import SWAPS_MAX, TOMBSTONES, LeasedValue, Store, StoreUnavailable, Swap
 from tests.harness.local_etcd import local_etcd
 from tests.store.waiting import until
 
@@ -47,6 +47,46 @@ async def test_one_of_many_concurrent_swaps_succeeds(store: Store) -> None:
     await store.put("stages", b"0")
     won = await asyncio.gather(*(store.compare_and_swap("stages", b"0", b"%d" % n) for n in range(1, 20)))
     assert sum(revision > 0 for revision in won) == 1
+
+
+async def test_swaps_in_one_transaction_are_each_carried_out_if_they_find_what_they_expect(
+    store: Store,
+) -> None:
+    for key in "abcd":
+        await store.put(f"pools/{key}", b"1")
+    swaps = {
+        "pools/a": Swap(b"1", b"2"),
+        "pools/b": Swap(b"0", b"2"),
+        "pools/c": Swap(None, b"2"),
+        "pools/d": Swap(b"1", None),
+        "pools/e": Swap(None, b"2"),
+        "pools/f": Swap(b"1", b"2"),
+        "pools/g": Swap(None, None),
+    }
+    carried_out = await store.compare_and_swap_all(swaps)
+    assert carried_out == {f"pools/{key}" for key in "adeg"}
+    written = {"pools/a": b"2", "pools/b": b"1", "pools/c": b"1", "pools/e": b"2"}
+    assert await store.get_prefix("pools/") == written
+    assert await store.compare_and_swap_all({"pools/a": Swap(b"1", b"3")}) == frozenset()
+    assert await store.compare_and_swap_all({}) == frozenset()
+
+
+async def test_as_many_swaps_as_etcd_allows_are_one_change(store: Store) -> None:
+    swaps = {f"pools/{number}": Swap(None, b"decode") for number in range(SWAPS_MAX)}
+    before = await store.put("policy", b"x")
+    assert await store.compare_and_swap_all(swaps) == swaps.keys()
+    assert await store.put("policy", b"y") == before + 2
+    assert await store.get_prefix("pools/") == dict.fromkeys(swaps, b"decode")
+
+
+async def test_swaps_that_overlap_are_carried_out_by_one_of_their_writers(store: Store) -> None:
+    keys = [f"pools/{number}" for number in range(20)]
+    # Each writer shares its keys with those before and after it.
+    writers = [{key: Swap(None, b"%d" % n) for key in (keys * 2)[n : n + 10]} for n in range(20)]
+    carried_out = await asyncio.gather(*map(store.compare_and_swap_all, writers))
+    written = await store.get_prefix("pools/")
+    assert sum(map(len, carried_out)) == len(keys)
+    assert written == {key: b"%d" % n for n, swapped in enumerate(carried_out) for key in swapped}
 
 
 async def test_a_watch_begins_with_the_present_values(store: Store) -> None:
