@@ -18,6 +18,9 @@ from tailrace.collector import collector_paused
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+# A folder in which the processes of one server add up their metrics. Each of ours has its own, and would
+# begin with what a process of the same id has left there. Read when prometheus_client is imported.
+_SHARED_METRICS: Final = "PROMETHEUS_MULTIPROC_DIR"
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
@@ -55,6 +58,7 @@ class LazyGroup(click.Group):
         _open_standard_streams()
         try:
             _guard_module_path()
+            os.environ.pop(_SHARED_METRICS, None)
             try:
                 return super().main(*args, **kwargs)
             finally:

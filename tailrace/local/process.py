@@ -15,6 +15,7 @@ from typing import Final
 
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.state import Part, identify
+from tailrace.service.etcd import etcd_environment
 
 _LAST_LINES: Final = 20
 # An error that a service logs (tailrace.service.runtime), or one of its command line; and its message.
@@ -41,6 +42,7 @@ class PartProcess:
     ) -> None:
         """Start the part in a directory (empty: the working directory).
 
+        `environment`: in addition to that of this process.
         Raise PartFailed if its program cannot be run, or its log cannot be written.
         """
         self.spec = spec
@@ -56,7 +58,7 @@ class PartProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=dict(environment),
+                    env={**(etcd_environment() if spec.tier is Tier.ETCD else os.environ), **environment},
                     cwd=directory or None,
                     start_new_session=True,
                 )

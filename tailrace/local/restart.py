@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ class Restarter:
         self._progress.show(spec.name, Step.STARTING)
         log = self._folder.logs / f"{spec.name}.log"
         _rotate(log)
-        environment = {**os.environ, **self._environment, **spec.environment}
+        environment = {**self._environment, **spec.environment}
         process = PartProcess(spec, log, environment, self._state.directory)
         self._processes.append(process)
         return process

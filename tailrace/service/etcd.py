@@ -67,6 +67,17 @@ def certificate_arguments(folder: Path) -> dict[str, str]:
     return arguments
 
 
+def etcd_environment() -> dict[str, str]:
+    """Return this process's environment without what would configure an etcd: it is about another one, and
+    takes effect beside the arguments, or is refused for them."""
+    # This one says that etcd may run on this processor.
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
+    }
+
+
 CLIENT_PORT: Final = 2379
 PEER_PORT: Final = 2380
 
@@ -176,6 +187,7 @@ class LocalEtcd:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=etcd_environment(),
             )
 
     def answers(self) -> bool:

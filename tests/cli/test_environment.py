@@ -10,12 +10,14 @@ from typing import Final
 
 import pytest
 
+from tests.harness.processes import FAST_FRONT
+from tests.harness.working_folder import WorkingFolder
 from tests.waiting import WAIT_S
 
 # Unlike `python -m tailrace`, it does not look for modules in the working directory.
 _INSTALLED: Final = str(Path(sys.executable).with_name("tailrace"))
 _ENVIRONMENT: Final = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("TAILRACE_")},
+    **{name: value for name, value in os.environ.items() if not name.startswith(("TAILRACE_", "OTEL_"))},
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 
@@ -64,3 +66,25 @@ def test_a_removed_working_directory_is_named(tmp_path: Path) -> None:
     done = _run("sh", "-c", removed, _INSTALLED, folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "tailrace: the working directory has been removed; go to another one\n"
+
+
+@pytest.mark.fleet
+def test_variables_of_other_programs_change_no_cluster(tmp_path: Path) -> None:
+    here = WorkingFolder(tmp_path)
+    others = {
+        "ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1",
+        "ETCD_QUOTA_BACKEND_BYTES": "1",
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "none"),
+        "VLLM_PORT": "30123",
+        "VLLM_RPC_BASE_PATH": "/none",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "UVICORN_PORT": "1",
+    }
+    engines = ("--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port))
+    try:
+        up = _run(_INSTALLED, "up", *engines, folder=tmp_path, **others)
+        assert up.returncode == 0, up.stderr
+        restarted = _run(_INSTALLED, "restart", "etcd", folder=tmp_path, **others)
+        assert restarted.returncode == 0, restarted.stderr
+    finally:
+        here.tailrace("down")
