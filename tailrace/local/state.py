@@ -229,6 +229,9 @@ class RunFolder:
         disk; the previous one stays."""
         partial = self.path / (_FILE + ".partial")
         try:
+            partial.unlink(missing_ok=True)
+            # The environment of a fleet.yaml may hold secrets, such as a token of a hub.
+            partial.touch(0o600)
             partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
             partial.replace(self.path / _FILE)
         except OSError as error:
