@@ -69,7 +69,7 @@ def test_a_removed_working_directory_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.fleet
-def test_variables_of_other_programs_change_no_cluster(tmp_path: Path) -> None:
+def test_variables_that_are_about_others_change_no_cluster(tmp_path: Path) -> None:
     here = WorkingFolder(tmp_path)
     others = {
         "ETCD_LISTEN_CLIENT_URLS": "http://127.0.0.1:1",
@@ -79,6 +79,12 @@ def test_variables_of_other_programs_change_no_cluster(tmp_path: Path) -> None:
         "VLLM_RPC_BASE_PATH": "/none",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "UVICORN_PORT": "1",
+        # Of an operator who has another cluster.
+        "TAILRACE_ADVERTISE": "192.0.2.1",
+        "TAILRACE_CLUSTER": "other",
+        "TAILRACE_ETCD": "127.0.0.1:1",
+        "TAILRACE_SERVE_ARGS": "--no-such-option",
+        "TAILRACE_TLS_DIR": str(tmp_path / "none"),
     }
     engines = ("--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port))
     try:
