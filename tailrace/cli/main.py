@@ -18,6 +18,9 @@ from tailrace.collector import collector_paused
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+# A folder in which the processes of one server add up their metrics. Each of ours has its own, and would
+# begin with what a process of the same id has left there. Read when prometheus_client is imported.
+_SHARED_METRICS: Final = "PROMETHEUS_MULTIPROC_DIR"
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
@@ -50,12 +53,20 @@ class LazyGroup(click.Group):
         self._plugin_help = plugin_help
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command and exit. Output that cannot be written (a full disk) is an error of one line."""
+        """Run a command and exit. Output that cannot be written (a full disk), text that is not UTF-8 and a
+        removed working directory are errors of one line."""
+        _open_standard_streams()
         try:
+            _guard_module_path()
+            os.environ.pop(_SHARED_METRICS, None)
             try:
                 return super().main(*args, **kwargs)
             finally:
                 sys.stdout.flush()
+        except UnicodeEncodeError as error:
+            # Python decodes what is not text to surrogates, which no message and no file can have.
+            click.echo(f"tailrace: {error.object!a} is not UTF-8 in this locale (LC_ALL, LANG)", err=True)
+            sys.exit(2)
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise
@@ -130,6 +141,30 @@ class LazyGroup(click.Group):
 
         points = entry_points(group=self._plugins)
         return {point.name: point for point in points if point.name not in self._lazy}
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed: a file or socket would get their numbers,
+    and then what libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, number)
+            if nothing != number:
+                os.close(nothing)
+            setattr(sys, name, open(number, "r+" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _guard_module_path() -> None:
+    """Have processes that are started look for modules where this one does: `python -m` looks in the working
+    directory first, where a user's `types.py` or `tests` may be."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        click.echo("tailrace: the working directory has been removed; go to another one", err=True)
+        sys.exit(1)
+    if here not in sys.path and "" not in sys.path:
+        os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def _checked(command: object, module: str) -> click.Command:

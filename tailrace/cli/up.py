@@ -379,7 +379,7 @@ def tailrace_command() -> str:
     if not installed.exists() or (on_path is not None and Path(on_path).samefile(installed)):
         return "tailrace"
     here = Path.cwd()
-    return str(installed.relative_to(here)) if installed.is_relative_to(here) else str(installed)
+    return shlex.quote(str(installed.relative_to(here) if installed.is_relative_to(here) else installed))
 
 
 def greeting(state: RunState, logs: Path, command: str) -> str:
@@ -444,4 +444,5 @@ def _curl(state: RunState, prompt: str, min_tokens: int = 0) -> str:
     variable = "VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else "API_KEY" if state.asks_for_key else ""
     key = f' -H "Authorization: Bearer ${variable}"' if variable else ""
     insecure = "k" if url.startswith("https:") else ""
-    return f"curl -sN{insecure} {url} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    url, data = shlex.quote(url), shlex.quote(json.dumps(body))
+    return f"curl -sN{insecure} {url} -H 'Content-Type: application/json'{key} -d {data}"

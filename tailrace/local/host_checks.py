@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tailrace import TESTED_VLLM
+from tailrace.address import format_address
 from tailrace.local.ports import PortUnavailable, require_free
 from tailrace.local.requirements import INSTALL_VLLM, Missing, require_proxy, ucxx_version, vllm_version
 from tailrace.model_folder import ModelFolderError, require_model, require_tokenizer
@@ -211,7 +212,7 @@ def _network(host: Host) -> Iterator[Finding]:
             detail, _, mend = str(error).partition("; ")
             yield Finding("HTTP port", Verdict.PROBLEM, detail, mend or "choose another with --port")
         else:
-            yield ok("HTTP port", f"{host.http[0]}:{host.http[1]} is free")
+            yield ok("HTTP port", f"{format_address(*host.http)} is free")
 
 
 def _folders(host: Host) -> Iterator[Finding]:

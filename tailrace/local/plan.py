@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from tailrace.address import format_address
 from tailrace.local.certificates import OPERATOR, certificate_folder, span_certificates
 from tailrace.local.options import (
     DEFAULT_CLUSTER,
@@ -237,7 +238,7 @@ def make_plan(
         for cluster, models in in_cluster.items()
         for each in _scaled_models(models, workers, schedulers_of[cluster])
     ]
-    http = options.edge or f"{options.host}:{options.port}"
+    http = options.edge or format_address(options.host, options.port)
     for model in options.models:
         of_model = services_of[model.prefix]
         first = replace(model, front=Front.RUST) if model.front is Front.BOTH else model

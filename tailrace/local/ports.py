@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tailrace.address import format_address
+
 LOOPBACK: Final = "127.0.0.1"
 
 _FIRST_PORT: Final = 20_000
@@ -27,7 +29,8 @@ class PortUnavailable(RuntimeError):
 
 def require_free(host: str, port: int) -> None:
     """Raise PortUnavailable if it is not possible to listen on the port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -45,7 +48,8 @@ def require_free(host: str, port: int) -> None:
                     f"{_neighbour(port)})"
                 ) from error
             raise PortUnavailable(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+                f"cannot listen on {format_address(host, port)} ({error.strerror}); choose another with "
+                "--port"
             ) from error
 
 

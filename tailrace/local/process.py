@@ -15,6 +15,7 @@ from typing import Final
 
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.state import Part, identify
+from tailrace.service.etcd import etcd_environment
 
 _LAST_LINES: Final = 20
 # An error that a service logs (tailrace.service.runtime), or one of its command line; and its message.
@@ -23,6 +24,11 @@ _ERROR: Final = re.compile(r"(?:\S+ \S+ ERROR [\w.]+|Error): (.+)")
 _SEE_ABOVE: Final = "the API server "
 # Click's exit status for a wrong command line.
 _USAGE_STATUS: Final = 2
+# What `tailrace serve` takes from the environment and a plan decides: it is about another cluster, whose
+# operator runs this one, too.
+_DECIDED: Final = frozenset(
+    {"TAILRACE_ADVERTISE", "TAILRACE_CLUSTER", "TAILRACE_SERVE_ARGS", "TAILRACE_TLS_DIR"}
+)
 
 
 class PartFailed(RuntimeError):
@@ -41,6 +47,7 @@ class PartProcess:
     ) -> None:
         """Start the part in a directory (empty: the working directory).
 
+        `environment`: in addition to that of this process.
         Raise PartFailed if its program cannot be run, or its log cannot be written.
         """
         self.spec = spec
@@ -56,7 +63,7 @@ class PartProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=dict(environment),
+                    env={**_inherited(spec.tier), **environment},
                     cwd=directory or None,
                     start_new_session=True,
                 )
@@ -107,6 +114,13 @@ class PartProcess:
     def _last_lines(self) -> list[str]:
         with self.log.open(errors="replace") as lines:
             return [line.rstrip() for line in deque(lines, maxlen=_LAST_LINES)]
+
+
+def _inherited(tier: Tier) -> dict[str, str]:
+    """Return what a part of this tier gets of this process's environment."""
+    if tier is Tier.ETCD:
+        return etcd_environment()
+    return {name: value for name, value in os.environ.items() if name not in _DECIDED}
 
 
 def _cause(code: int) -> str:

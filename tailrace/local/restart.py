@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from tailrace.local.plan import PartSpec, Tier, waits_for_worker
 from tailrace.local.process import PartFailed, PartProcess, stop_part
 from tailrace.local.progress import Progress, Step
 from tailrace.local.ready import active_in_all, wait_ready
-from tailrace.local.state import Part, RunFolder, RunState
+from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState
 
 DRAIN_S: Final = 330.0
 """Time for a part to drain, in seconds: longer than the default drain timeout of any part."""
@@ -56,18 +55,21 @@ class Restarter:
     ) -> Restarted:
         """Stop a part if it is running, and start it again, as changed; return once the cluster uses it.
 
-        Raise KeyError for an unknown part, PartFailed if it does not start; it is down then.
+        Raise KeyError for an unknown part, PartFailed if it does not start; it is down then. Raise
+        RunFolderUnusable if the state cannot be written, as on a full disk; the part goes on then.
         """
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         spec = changed or part.spec
         if spec is None:
             raise PartFailed(f"{name} was started by another version; run tailrace down and tailrace up")
         before = await self._active()
+        # What cannot be written now cannot be once the part has stopped.
+        self._folder.write(self._state)
         stopping_s = await self._stop(part, drain_s)
         began_s = time.monotonic()
         process = self._start(spec)
         self._state.parts[number] = process.part
-        self._folder.write(self._state)
+        self._record(process.part)
         await self.use(process, spec, before)
         return Restarted(stopping_s, time.monotonic() - began_s)
 
@@ -82,11 +84,22 @@ class Restarter:
             raise
 
     def launch(self, spec: PartSpec) -> PartProcess:
-        """Start a part more, and return at once. Raise PartFailed."""
+        """Start a part more, and return at once.
+
+        Raise PartFailed, or RunFolderUnusable if the state cannot be written; it is not running then.
+        """
         process = self._start(spec)
         self._state.parts.append(process.part)
-        self._folder.write(self._state)
+        self._record(process.part)
         return process
+
+    def _record(self, part: Part) -> None:
+        """Write the state with a part that was started. Stop it if that fails: nobody would find it."""
+        try:
+            self._folder.write(self._state)
+        except RunFolderUnusable:
+            stop_part(part, 0.0, self._reap)
+            raise
 
     async def remove(self, name: str, drain_s: float = DRAIN_S) -> None:
         """Stop a part for good; a worker hands over its requests first."""
@@ -124,7 +137,7 @@ class Restarter:
         self._progress.show(spec.name, Step.STARTING)
         log = self._folder.logs / f"{spec.name}.log"
         _rotate(log)
-        environment = {**os.environ, **self._environment, **spec.environment}
+        environment = {**self._environment, **spec.environment}
         process = PartProcess(spec, log, environment, self._state.directory)
         self._processes.append(process)
         return process

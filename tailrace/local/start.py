@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +185,7 @@ class Starter:
                 raise
 
     def _launch(self, spec: PartSpec) -> PartProcess:
-        environment = {**os.environ, **self._plan.environment, **spec.environment}
+        environment = {**self._plan.environment, **spec.environment}
         process = PartProcess(spec, self._folder.logs / f"{spec.name}.log", environment)
         self._processes.append(process)
         self._state.parts.append(process.part)

@@ -228,8 +228,12 @@ class RunFolder:
         """Replace the state file atomically. Raise RunFolderUnusable if it cannot be written, as on a full
         disk; the previous one stays."""
         partial = self.path / (_FILE + ".partial")
+        content = msgspec.json.format(msgspec.json.encode(state)) + b"\n"
         try:
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+            partial.unlink(missing_ok=True)
+            # The environment of a fleet.yaml may hold secrets, such as a token of a hub.
+            partial.touch(0o600)
+            partial.write_bytes(content)
             partial.replace(self.path / _FILE)
         except OSError as error:
             partial.unlink(missing_ok=True)

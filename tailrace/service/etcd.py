@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import ssl
 from collections.abc import Sequence
@@ -49,6 +50,17 @@ def certificate_arguments(folder: Path) -> dict[str, str]:
         arguments[f"{side}trusted-ca-file"] = str(folder / AUTHORITIES)
         arguments[f"{side}client-cert-auth"] = "true"
     return arguments
+
+
+def etcd_environment() -> dict[str, str]:
+    """Return this process's environment without what would configure an etcd: it is about another one, and
+    takes effect beside the arguments, or is refused for them."""
+    # This one says that etcd may run on this processor.
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ETCD_") or name == "ETCD_UNSUPPORTED_ARCH"
+    }
 
 
 CLIENT_PORT: Final = 2379

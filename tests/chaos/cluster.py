@@ -286,7 +286,7 @@ class Cluster:
     def _launch(self, member: Member) -> None:
         member.starts += 1
         member.exit_expected = False
-        environment = {**os.environ, "PYTHONPATH": self._python_path, **member.spec.environment}
+        environment = {"PYTHONPATH": self._python_path, **member.spec.environment}
         log = self._logs / f"{member.name}.{member.starts}.log"
         member.process = PartProcess(member.spec, log, environment)
         task = asyncio.get_running_loop().create_task(self._watch_start(member, member.process))

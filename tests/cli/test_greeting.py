@@ -26,6 +26,13 @@ def test_workers_are_counted_not_processes() -> None:
     assert "500 workers" in greeting(STATE, Path("/logs"), "tailrace")
 
 
+def test_what_a_shell_would_read_otherwise_is_quoted() -> None:
+    state = RunState(admin=STATE.admin, http="http://[::1]:8000", model="qwen's", workers=1)
+    text = greeting(state, Path("/logs"), "tailrace")
+    assert text.count(" 'http://[::1]:8000/v1/chat/completions' ") == 2
+    assert all(body["model"] == "qwen's" for body in curl_bodies(text))
+
+
 @pytest.mark.parametrize("tiny", [True, False])
 def test_prompts_fit_the_model(tiny: bool) -> None:
     state = RunState(admin=STATE.admin, http=STATE.http, model="qwen", workers=1, tiny=tiny)

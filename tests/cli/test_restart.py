@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ from click.testing import CliRunner, Result
 
 from examples import rolling_restart
 from tailrace.cli.main import main
-from tailrace.local.plan import Tier
-from tailrace.local.restart import find_parts
-from tailrace.local.state import Part, RunFolder, RunState, identify
+from tailrace.local.plan import PartSpec, Tier
+from tailrace.local.process import PartProcess, stop_part
+from tailrace.local.progress import PlainProgress
+from tailrace.local.restart import Restarter, find_parts
+from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState, identify
 from tests.e2e.conftest import RUST_FRONT
+from tests.full_disk import files_end_at
 from tests.harness.working_folder import WorkingFolder
 
 WORK: rolling_restart.Work = [
@@ -44,6 +48,25 @@ def test_restart_takes_names_or_all(here: WorkingFolder, arguments: Sequence[str
     result = restart(*arguments)
     assert result.exit_code == 2
     assert "name the processes to restart, or pass --all" in result.stderr
+
+
+async def test_nothing_stops_or_starts_that_cannot_be_recorded(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    spec = PartSpec("worker-0", Tier.WORKER, ["sleep", "60"], "")
+    running = PartProcess(spec, folder.logs / "worker-0.log", {})
+    state = RunState(admin="127.0.0.1:1", parts=[running.part])
+    restarter = Restarter(folder, state, PlainProgress())
+    try:
+        with files_end_at(100):
+            with pytest.raises(RunFolderUnusable, match="File too large"):
+                await restarter.restart("worker-0", 0.0)
+            with pytest.raises(RunFolderUnusable, match="File too large"):
+                restarter.launch(replace(spec, name="worker-1"))
+        worker, more = state.parts
+        assert worker.identity.alive() and not more.identity.alive()
+    finally:
+        stop_part(running.part, 0.0, running.reap)
 
 
 def test_restart_of_an_unknown_part_is_an_error(here: WorkingFolder) -> None:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from tailrace.service.etcd import check_etcd, etcd_command
+from tailrace.service.etcd import check_etcd, etcd_command, etcd_environment
 from tailrace.service.probe import Unhealthy
 from tests.ports import free_port
 
@@ -58,6 +58,7 @@ class LocalEtcd:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=etcd_environment(),
             )
 
     def answers(self) -> bool:

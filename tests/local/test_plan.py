@@ -49,6 +49,12 @@ def test_every_part_has_its_own_addresses() -> None:
     assert len({part.name for part in plan.parts}) == len(plan.parts)
 
 
+def test_a_front_end_may_listen_on_an_ipv6_address() -> None:
+    plan = _plan(host="::1", port=8000)
+    (frontend,) = plan.tier(Tier.FRONTEND)
+    assert _option(frontend, "--http") == "[::1]:8000" and plan.http == frontend.http == "http://[::1]:8000"
+
+
 def test_a_console_acts_with_the_operators_certificate_and_asks_for_a_token() -> None:
     assert not _plan().tier(Tier.CONSOLE)
     (plain,) = _plan(console=True, schedulers=2).tier(Tier.CONSOLE)

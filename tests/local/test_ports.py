@@ -28,9 +28,11 @@ def test_too_many_ports_are_an_error() -> None:
         free_ports(20_000)
 
 
-def test_a_port_in_use_is_an_error_with_a_hint() -> None:
-    with (
-        socket.create_server((LOOPBACK, 0)) as taken,
-        pytest.raises(PortUnavailable, match=f"port {taken.getsockname()[1]} .* is in use; .*--port"),
-    ):
-        require_free(LOOPBACK, taken.getsockname()[1])
+@pytest.mark.parametrize("host", [LOOPBACK, "::1"])
+def test_a_port_in_use_is_an_error_with_a_hint(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortUnavailable, match=f"port {port} .* is in use; .*--port"):
+            require_free(host, port)
+    require_free(host, port)

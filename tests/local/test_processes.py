@@ -194,6 +194,13 @@ def test_a_run_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
             pass
 
 
+def test_the_state_with_its_environment_is_for_its_owner_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        folder.write(RunState(environment={"HF_TOKEN": "secret"}))
+        assert (tmp_path / "state.json").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_state_that_cannot_be_written_leaves_the_previous_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write(RunState(etcd="127.0.0.1:2379"))
