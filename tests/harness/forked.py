@@ -128,7 +128,7 @@ class ForkServer:
         return connection
 
     def end(self) -> None:
-        """End it, if this process has started it."""
+        """End it, if this process has started it; it starts again when it is next needed."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -140,6 +140,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(os.path.dirname(self._path))
+        self._path, self._process = "", None
 
 
 _SERVERS: Final = {
