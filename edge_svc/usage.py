@@ -112,7 +112,11 @@ class Usage:
                     again_s = _MUCH_LATER_S
                 if not problem:
                     problem = format_error(error)
-                    log.warning("front end at %s does not report what tenants use: %s", address, problem)
+                    log.warning(
+                        "front end at %s does not report: %s",
+                        address,
+                        problem,
+                    )
             self._reports.pop(address, None)
             await asyncio.sleep(again_s)
 

@@ -169,7 +169,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             answers = keep_answers(settings, setting, members, channels, registry)
         adapters = SharedAdapters(service.store, members, served.public_name)
         stack.push_async_callback(adapters.close)
-        servicers = [usage_servicer(tenants, readiness, settings.front is not Front.RUST)]
+        servicers = [usage_servicer(tenants, readiness, settings.api_keys is not None)]
         if answers is not None:
             servicers.append(answers_servicer(answers))
         server = await stack.enter_async_context(serve_grpc(common.listen, servicers, common.transport))

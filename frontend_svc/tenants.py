@@ -89,10 +89,10 @@ class TenantUsage:
 class UsageServicer(usage_pb2_grpc.UsageServicer):
     """Implement tailrace.v1.Usage; see usage.proto."""
 
-    def __init__(self, usage: TenantUsage | None, readiness: Readiness, own_keys: bool) -> None:
-        """`usage`: None without keys, and where the API server counts; `own_keys`: it does that."""
+    def __init__(self, usage: TenantUsage | None, readiness: Readiness, knows_tenants: bool) -> None:
+        """`usage`: None without keys, and where the API server counts."""
         self._usage = usage
-        self._own_keys = own_keys
+        self._knows_tenants = knows_tenants
         self._readiness = readiness
         self._run = uuid.uuid4().hex
 
@@ -102,7 +102,7 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
         """Report what tenants have used, until the caller leaves."""
         sent: usage_pb2.UsageReport | None = None
         while True:
-            report = usage_pb2.UsageReport(run=self._run, knows_tenants=self._own_keys)
+            report = usage_pb2.UsageReport(run=self._run, knows_tenants=self._knows_tenants)
             if (usage := self._usage) is not None:
                 report.knows_tenants = True
                 report.tokens.update(usage.tokens)
@@ -118,7 +118,7 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
             await asyncio.sleep(_REPORT_S)
 
 
-def usage_servicer(usage: TenantUsage | None, readiness: Readiness, own_keys: bool) -> Servicer:
+def usage_servicer(usage: TenantUsage | None, readiness: Readiness, knows_tenants: bool) -> Servicer:
     """Return the servicer for the front end's gRPC server."""
-    servicer = UsageServicer(usage, readiness, own_keys)
+    servicer = UsageServicer(usage, readiness, knows_tenants)
     return Servicer(usage_pb2_grpc.add_UsageServicer_to_server, servicer, SERVICE)

@@ -629,7 +629,9 @@ def _probes(fleet: Fleet, part: _Part) -> Manifest:
                 ready = {"exec": {"command": [*probe, "--tls", _TLS]}}
     start = {"startupProbe": {**ready, **_PROBE, "failureThreshold": _START_TRIES}}
     if kind == "edge":
-        ready, alive = page("/ready", "http", "http"), page("/health", "http", "http")
+        # Not /ready: without an instance its clients get a reason rather than a closed port, and requests are
+        # what starts an instance of a model that is scaled to zero.
+        ready = alive = page("/health", "http", "http")
     if kind == "frontend" and fleet.http and fleet.tls:
         # It takes nobody without a certificate; edges see whether it answers.
         alive = {"tcpSocket": {"port": ports["http"]}}

@@ -221,7 +221,8 @@ class Store:
                 ]
                 if all(known):
                     return frozenset(left)
-                if False not in known:
+                # A key that is absent again may have been put, and deleted by another writer.
+                if False not in known or True in known:
                     raise _unknown(action)
         raise StoreUnavailable(f"etcd: {action}: others keep changing them")
 

@@ -372,7 +372,7 @@ def test_each_model_has_its_pods() -> None:
     assert limits == {"memory": "128Gi", "nvidia.com/gpu": 2}
     edge = pods(made)["edge"]["containers"][0]
     assert edge["image"].endswith("/tailrace-control:0.1.0")
-    assert edge["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000, "scheme": "HTTP"}
+    assert edge["readinessProbe"]["httpGet"] == {"path": "/health", "port": 8000, "scheme": "HTTP"}
     # A front end takes nobody without a certificate, not even the kubelet.
     front_end = pods(made)["chat-frontend"]["containers"][0]
     assert "exec" in front_end["readinessProbe"] and "tcpSocket" in front_end["livenessProbe"]

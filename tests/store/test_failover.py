@@ -223,6 +223,36 @@ async def test_lost_swaps_one_of_which_was_overwritten_are_unknown_only_if_they_
         await both.close()
 
 
+async def test_lost_swaps_one_of_which_was_undone_are_unknown(
+    etcd: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were executed; before the retry, another client has deleted a value that was not there before."""
+    async with etcd_proxy(etcd) as proxy, etcd_proxy(etcd) as slow:
+        both, other = (
+            await Store.connect([proxy.endpoint, slow.endpoint], cluster),
+            await Store.connect([etcd], cluster),
+        )
+        await other.put("pools/b", b"0")
+
+        async def misbehave() -> None:
+            prefer(both, proxy.endpoint)
+            proxy.lost.append(TXN)
+            slow.held.add(TXN)
+
+        once_read(monkeypatch, both, misbehave)
+        swaps = {"pools/a": Swap(None, b"1"), "pools/b": Swap(b"0", b"1")}
+        swapping = asyncio.create_task(both.compare_and_swap_all(swaps))
+        async with asyncio.timeout(WAIT_S):
+            await slow.arrived.wait()
+        await other.delete("pools/a")
+        slow.release.set()
+        with pytest.raises(StoreUnavailable, match="it is unknown whether"):
+            await swapping
+        assert await other.get_prefix("pools/") == {"pools/b": b"1"}
+        await other.close()
+        await both.close()
+
+
 async def test_a_late_write_has_no_effect(etcd: str, cluster: str) -> None:
     """The request is stuck in a member; when it continues, the value has changed."""
     async with store_with_proxy(etcd, cluster) as (store, proxy):
