@@ -71,6 +71,15 @@ async def store(etcd: str, cluster: str) -> AsyncIterator[Store]:
     await connected.close()
 
 
+@pytest.fixture(autouse=True)
+def module_path() -> Iterator[None]:
+    """Undo what a command that ran in this process has set for those that it starts."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    yield
+    if before is None:
+        os.environ.pop("PYTHONSAFEPATH", None)
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Let SIGINT interrupt this process and its children, even if the run was started with it ignored."""

@@ -95,7 +95,8 @@ def apply(
     source = read_fleet_file(file)
     folder = RunFolder.nearest()
     try:
-        state = folder.read()
+        # Another user's cluster cannot be read.
+        state = None if admin else folder.read()
         if state is None:
             _apply_afar(source, admin, model, dry_run, yes)
             return

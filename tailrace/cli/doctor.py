@@ -27,7 +27,7 @@ from tailrace.local.options import ClusterOptions
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.ports import LOOPBACK
 from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, vllm_version
-from tailrace.local.state import Part, RunFolder, RunState, find_state
+from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState, find_state
 from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
 from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
@@ -108,7 +108,10 @@ def doctor(
             ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
         except VllmLineError as error:
             raise UsageProblem(str(error)) from error
-    cluster = find_state()
+    try:
+        cluster = None if admin else find_state()
+    except RunFolderUnusable as error:
+        raise CliError(str(error)) from error
     host = Host(
         environment={**os.environ, **({} if cluster is None else cluster.environment)},
         gpus=visible_gpus(),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
 
@@ -22,6 +23,7 @@ from tailrace.cli.errors import CliError
 from tailrace.cli.serve import service_command
 from tailrace.collector import collector_paused
 from tailrace.local.options import ClusterOptions, Engine, Front
+from tailrace.local.process import DECIDED
 from tailrace.local.requirements import vllm_version
 from tailrace.service import vllm_rs
 from tailrace.service.runtime import only_checking
@@ -129,6 +131,16 @@ def _checked(lines: Sequence[_Line], environment: Mapping[str, str]) -> str:
     return done.stdout.decode(errors="replace").strip()
 
 
+@contextmanager
+def _environment_of_parts() -> Iterator[None]:
+    """Take from the environment what no part inherits."""
+    taken = {name: os.environ.pop(name) for name in DECIDED & os.environ.keys()}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
+
+
 def _problem(check: _Check) -> str:
     """Return the first refusal; empty if there is none."""
     taker = click.Command("tailrace", params=[click.Option([name]) for name in check.options])
@@ -139,7 +151,7 @@ def _problem(check: _Check) -> str:
                 with parent.scope(cleanup=False):
                     _read_by_vllm(line)
             else:
-                with only_checking():
+                with only_checking(), _environment_of_parts():
                     service_command(line.kind).main(
                         line.arguments, prog_name=line.kind, standalone_mode=False, parent=parent
                     )

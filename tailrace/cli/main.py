@@ -68,6 +68,9 @@ class LazyGroup(click.Group):
             click.echo(f"tailrace: {error.object!a} is not UTF-8 in this locale (LC_ALL, LANG)", err=True)
             sys.exit(2)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and _working_directory() is None:
+                click.echo("tailrace: the working directory has been removed; go to another one", err=True)
+                sys.exit(1)
             if error.errno not in _UNWRITABLE:
                 raise
             # Python writes what is left at exit, and would fail again.
@@ -149,22 +152,28 @@ def _open_standard_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, number)
             if nothing != number:
+                os.dup2(nothing, number)
                 os.close(nothing)
+            # What is started, such as an API server, inherits it.
+            os.set_inheritable(number, True)
             setattr(sys, name, open(number, "r+" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _guard_module_path() -> None:
     """Have processes that are started look for modules where this one does: `python -m` looks in the working
     directory first, where a user's `types.py` or `tests` may be."""
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        click.echo("tailrace: the working directory has been removed; go to another one", err=True)
-        sys.exit(1)
-    if here not in sys.path and "" not in sys.path:
+    directory = _working_directory()
+    if directory is None or not {directory, ""}.intersection(sys.path):
         os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def _working_directory() -> str | None:
+    """Return the working directory; None: it has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _checked(command: object, module: str) -> click.Command:

@@ -348,6 +348,7 @@ async def _run(
             chat="chat_template" in options.line.flags or has_chat_template(options.model),
             given=click.get_current_context().meta[GIVEN],
             asks_for_key="api_key" in options.line.flags
+            or bool(os.environ.get("TAILRACE_API_KEYS"))
             or any(part.option("--api-keys") for part in plan.parts),
         )
 

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +31,10 @@ class PortUnavailable(RuntimeError):
 def require_free(host: str, port: int) -> None:
     """Raise PortUnavailable if it is not possible to listen on the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with ExitStack() as stack:
         try:
+            probe = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:

@@ -26,7 +26,7 @@ _SEE_ABOVE: Final = "the API server "
 _USAGE_STATUS: Final = 2
 # What `tailrace serve` takes from the environment and a plan decides: it is about another cluster, whose
 # operator runs this one, too.
-_DECIDED: Final = frozenset(
+DECIDED: Final = frozenset(
     {"TAILRACE_ADVERTISE", "TAILRACE_CLUSTER", "TAILRACE_SERVE_ARGS", "TAILRACE_TLS_DIR"}
 )
 
@@ -120,7 +120,7 @@ def _inherited(tier: Tier) -> dict[str, str]:
     """Return what a part of this tier gets of this process's environment."""
     if tier is Tier.ETCD:
         return etcd_environment()
-    return {name: value for name, value in os.environ.items() if name not in _DECIDED}
+    return {name: value for name, value in os.environ.items() if name not in DECIDED}
 
 
 def _cause(code: int) -> str:

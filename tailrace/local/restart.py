@@ -56,7 +56,8 @@ class Restarter:
         """Stop a part if it is running, and start it again, as changed; return once the cluster uses it.
 
         Raise KeyError for an unknown part, PartFailed if it does not start; it is down then. Raise
-        RunFolderUnusable if the state cannot be written, as on a full disk; the part goes on then.
+        RunFolderUnusable if the state cannot be written, as on a full disk; the part goes on then, or is down
+        if the disk has filled up meanwhile.
         """
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         spec = changed or part.spec
@@ -104,6 +105,8 @@ class Restarter:
     async def remove(self, name: str, drain_s: float = DRAIN_S) -> None:
         """Stop a part for good; a worker hands over its requests first."""
         (part,) = (part for part in self._state.parts if part.name == name)
+        # What cannot be written now cannot be once the part has stopped.
+        self._folder.write(self._state)
         await self._stop(part, drain_s)
         self._state.parts.remove(part)
         self._folder.write(self._state)

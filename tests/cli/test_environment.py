@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 
+from tailrace.tiny import MODEL_PATH
 from tests.harness.processes import FAST_FRONT
 from tests.harness.working_folder import WorkingFolder
 from tests.waiting import WAIT_S
@@ -61,9 +62,10 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
     assert refused.stderr == "tailrace: 'w\\udcf6rker' is not UTF-8 in this locale (LC_ALL, LANG)\n"
 
 
-def test_a_removed_working_directory_is_named(tmp_path: Path) -> None:
-    removed = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" get slo'
-    done = _run("sh", "-c", removed, _INSTALLED, folder=tmp_path)
+def test_a_removed_working_directory_stops_only_what_needs_it(tmp_path: Path) -> None:
+    removed = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" "$@"'
+    assert _run("sh", "-c", removed, _INSTALLED, "--version", folder=tmp_path).returncode == 0
+    done = _run("sh", "-c", removed, _INSTALLED, "get", "slo", folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "tailrace: the working directory has been removed; go to another one\n"
 
@@ -86,7 +88,8 @@ def test_variables_that_are_about_others_change_no_cluster(tmp_path: Path) -> No
         "TAILRACE_SERVE_ARGS": "--no-such-option",
         "TAILRACE_TLS_DIR": str(tmp_path / "none"),
     }
-    engines = ("--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port))
+    # Flags are checked by the commands of the parts.
+    engines = ("--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port), "--api-key", "abc")
     try:
         up = _run(_INSTALLED, "up", *engines, folder=tmp_path, **others)
         assert up.returncode == 0, up.stderr
@@ -94,3 +97,14 @@ def test_variables_that_are_about_others_change_no_cluster(tmp_path: Path) -> No
         assert restarted.returncode == 0, restarted.stderr
     finally:
         here.tailrace("down")
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("apply", "-f", "fleet.yaml")])
+def test_another_users_cluster_is_named_by_its_address(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Its state cannot be read: here since it is a folder, as root reads every file."""
+    (tmp_path / ".run" / "state.json").mkdir(parents=True)
+    (tmp_path / "fleet.yaml").write_text(f"models:\n  - model: {MODEL_PATH}\n    engine: simulated\n")
+    here = _run(_INSTALLED, *command, folder=tmp_path)
+    assert here.returncode == 1 and "state.json" in here.stderr and "Traceback" not in here.stderr
+    there = _run(_INSTALLED, *command, "--admin", "127.0.0.1:1", folder=tmp_path)
+    assert "state.json" not in there.stderr + there.stdout and "Traceback" not in there.stderr

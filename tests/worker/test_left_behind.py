@@ -137,8 +137,9 @@ def test_what_is_no_record_is_left_alone(tmp_path: Path) -> None:
         os.mkfifo(pipe)
         folder.mkdir()
         remove_left_behind()
-        assert elsewhere.read_text() == "1 psm_0\n" and link.is_symlink() and folder.is_dir()
+        assert elsewhere.read_text() == "1 psm_0\n"
+        assert link.is_symlink() and pipe.is_fifo() and folder.is_dir()
     finally:
         link.unlink()
-        pipe.unlink(missing_ok=True)
+        pipe.unlink()
         folder.rmdir()

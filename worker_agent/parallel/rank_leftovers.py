@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import re
+import stat
 import tempfile
 import threading
 import uuid
@@ -103,13 +104,17 @@ class Record:
             unfinished.rename(self._path)
         except OSError as error:
             log.warning("%s: %s; what killed ranks leave in /dev/shm will stay", self._path, error.strerror)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
     def clear(self) -> None:
         """Forget what is recorded."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-            self._file.close()
+            # What a full disk did not take is written again.
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
 
 
@@ -122,6 +127,8 @@ def remove_left_behind() -> None:
 
 
 def _remove_recorded(path: Path) -> None:
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path, flags), "rb") as file:
         if os.fstat(file.fileno()).st_uid != os.getuid():
