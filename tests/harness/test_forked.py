@@ -79,8 +79,10 @@ def test_a_forked_process_that_is_killed_ends_its_stand_in(server: ForkServer) -
     assert ended.returncode == -signal.SIGKILL
 
 
-def test_nothing_is_left_of_a_server(server: ForkServer) -> None:
+def test_nothing_is_left_of_a_server_and_it_starts_again() -> None:
     other = ForkServer([])
-    assert run(other, "-c", "print(1)").stdout == "1\n"
-    other.end()
-    assert not Path(other.python()).parent.exists()
+    for _ in range(2):
+        assert run(other, "-c", "print(1)").stdout == "1\n"
+        folder = Path(other.python()).parent
+        other.end()
+        assert not folder.exists()
