@@ -170,7 +170,9 @@ def move_while_running(
             assert error.code() is grpc.StatusCode.NOT_FOUND, error
             break
         if record.state != COMMITTED:
-            assert request_had_ended(record), record.error
+            # A source does not answer a target that connects when the request has just ended.
+            unanswered = stream.done() and "the source did not answer" in record.error
+            assert request_had_ended(record) or unanswered, record.error
             break
         records.append(record)
     return records, stream.result(timeout=WAIT_S)
@@ -387,12 +389,10 @@ def test_static_pools_prefill_here_and_decode_there(vllm_fleet: Fleet, vllm_chat
         progress = Progress()
         stream = vllm_chats.start(LONG.prompt, progress)
         chat = progress.wait(lambda c: len(c.reasoning) > 250, "some thought")
-        assert vllm_fleet.wait_request(chat.request_id, 200).instance_id in ("w1", "w2")
         assert_expected(stream.result(timeout=WAIT_S), LONG)
-        moves = vllm_fleet.migrations(chat.request_id)
-        assert [(m.source_instance_id, m.reason, m.policy) for m in moves if m.state == COMMITTED] == [
-            ("w0", "prefill done", "static_pools")
-        ]
+        (move,) = (m for m in vllm_fleet.migrations(chat.request_id) if m.state == COMMITTED)
+        assert (move.source_instance_id, move.reason, move.policy) == ("w0", "prefill done", "static_pools")
+        assert move.target_instance_id in ("w1", "w2")
     finally:
         for name in pools:
             admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name), timeout=WAIT_S)
