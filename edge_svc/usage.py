@@ -85,13 +85,11 @@ class Usage:
             message = "Too many requests of this key's tenant are queued; try again later."
             raise LimitRefusal(HTTPStatus.TOO_MANY_REQUESTS, message, _LATER_S)
 
-    def unready(self, clusters: Iterable[str]) -> str:
-        """Return why a load balancer should send requests elsewhere; empty unless every front end of these
-        clusters says so."""
-        addresses = {address for cluster in clusters for address in self._front_ends.get(cluster, ())}
-        reports = [self._reports.get(address) for address in sorted(addresses)]
-        reasons = [report.unready for report in reports if report is not None]
-        return reasons[0] if reasons and len(reasons) == len(reports) and all(reasons) else ""
+    def unready(self) -> str:
+        """Return why a load balancer should send requests elsewhere; empty unless every front end says so."""
+        reports = [self._reports.get(address) for address in sorted(self._tasks)]
+        reasons = ["" if report is None else report.unready for report in reports]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def context_tokens(self, cluster: str) -> int:
         """Return the shortest context of the cluster's front ends; 0 if none has said it."""
@@ -112,11 +110,7 @@ class Usage:
                     again_s = _MUCH_LATER_S
                 if not problem:
                     problem = format_error(error)
-                    log.warning(
-                        "front end at %s does not report: %s",
-                        address,
-                        problem,
-                    )
+                    log.warning("front end at %s does not report: %s", address, problem)
             self._reports.pop(address, None)
             await asyncio.sleep(again_s)
 

@@ -261,8 +261,7 @@ class Answers:
             return _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", "This edge is stopping.")
         if not self._directory().names:
             return self._unknown(None)
-        clusters = [endpoints.cluster for endpoints in self._directory().clusters]
-        if self._usage is not None and (unready := self._usage.unready(clusters)):
+        if self._usage is not None and (unready := self._usage.unready()):
             status = HTTPStatus.SERVICE_UNAVAILABLE
             return _error(status, "ServiceUnavailableError", printable(unready), _LATER)
         return web.Response()

@@ -104,7 +104,6 @@ class UsageServicer(usage_pb2_grpc.UsageServicer):
         while True:
             report = usage_pb2.UsageReport(run=self._run, knows_tenants=self._knows_tenants)
             if (usage := self._usage) is not None:
-                report.knows_tenants = True
                 report.tokens.update(usage.tokens)
                 report.full_tenants.extend(usage.full())
             report.context_tokens = self._readiness.context_tokens()

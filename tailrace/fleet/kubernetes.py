@@ -618,7 +618,9 @@ def _probes(fleet: Fleet, part: _Part) -> Manifest:
             return {}
         case "etcd":
             ready = alive = {"tcpSocket": {"port": CLIENT_PORT}}
-        case "console":
+        case "console" | "edge":
+            # Not an edge's /ready: without an instance, its clients get a reason and not a closed port, and
+            # requests are what starts an instance of a model that is scaled to zero.
             ready = alive = page("/health", "http", "http")
         case _:
             ready = {"grpc": {"port": ports["grpc"]}}
@@ -628,10 +630,6 @@ def _probes(fleet: Fleet, part: _Part) -> Manifest:
                 probe = ["python", "-m", "tailrace.service.probe", f"127.0.0.1:{ports['grpc']}"]
                 ready = {"exec": {"command": [*probe, "--tls", _TLS]}}
     start = {"startupProbe": {**ready, **_PROBE, "failureThreshold": _START_TRIES}}
-    if kind == "edge":
-        # Not /ready: without an instance its clients get a reason rather than a closed port, and requests are
-        # what starts an instance of a model that is scaled to zero.
-        ready = alive = page("/health", "http", "http")
     if kind == "frontend" and fleet.http and fleet.tls:
         # It takes nobody without a certificate; edges see whether it answers.
         alive = {"tcpSocket": {"port": ports["http"]}}

@@ -138,13 +138,15 @@ async def test_an_edge_is_unready_if_all_its_front_ends_are() -> None:
 
     def hear(address: str, unready: str) -> str:
         usage._heard(address, usage_pb2.UsageReport(run=address, unready=unready))
-        return usage.unready(["rust-a", "python-b"])
+        return usage.unready()
 
     assert [hear(f"127.0.0.1:{n}", "full") for n in (1, 2)] == ["", ""], "the third has said nothing yet"
     assert hear("127.0.0.1:3", "none") == "full"
     assert hear("127.0.0.1:2", "") == ""
-    assert usage.unready(["python-b"]) == "none"
-    assert usage.unready([]) == usage.unready(["gone"]) == ""
+    usage.follow({"python-b": ["127.0.0.1:3"]})
+    assert usage.unready() == "none"
+    usage.follow({})
+    assert usage.unready() == ""
     await usage.close()
 
 

@@ -228,10 +228,8 @@ async def test_lost_swaps_one_of_which_was_undone_are_unknown(
 ) -> None:
     """They were executed; before the retry, another client has deleted a value that was not there before."""
     async with etcd_proxy(etcd) as proxy, etcd_proxy(etcd) as slow:
-        both, other = (
-            await Store.connect([proxy.endpoint, slow.endpoint], cluster),
-            await Store.connect([etcd], cluster),
-        )
+        both = await Store.connect([proxy.endpoint, slow.endpoint], cluster)
+        other = await Store.connect([etcd], cluster)
         await other.put("pools/b", b"0")
 
         async def misbehave() -> None:
