@@ -325,6 +325,21 @@ async def test_abort_of_a_request_ends_its_migration(pair: Pair) -> None:
         await pair.wait_drained(number)
 
 
+async def test_a_request_that_ends_before_its_target_connects_is_gone(pair: Pair, tmp_path: Path) -> None:
+    """The source then knows no ticket of it, and does not answer the target's transfer."""
+    async with faulty_worker(pair, tmp_path, hold="import:open", seconds=2) as target:
+        stream = await pair.submit(0, **ENDLESS)
+        await stream.until(5)
+        moving = asyncio.create_task(pair.move(stream, 0, target))
+        await pair.workers[target].logged("fault: holding at import:open")
+        await pair.front_end.send(pair.id(0), abort=worker_pb2.Abort(handles=[stream.handle]))
+        stream.finished = True
+        events = await moving
+        assert events[-1].state == types_pb2.MIGRATION_STATE_GONE, events[-1].reason
+        await pair.wait_drained(0)
+        await pair.wait_drained(target)
+
+
 async def test_utilities_are_answered(pair: Pair) -> None:
     frames = [b"\x94\x00\x07\xb3get_supported_tasks\x90"]
     await pair.front_end.send(pair.id(1), utility=worker_pb2.UtilityCall(call_id=7, frames=frames))

@@ -9,6 +9,7 @@ here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -351,16 +352,22 @@ class Copying:
     async def _ask_why(self) -> None:
         """Let the source say why its blocks cannot be read: mostly because the request has ended. Raise
         SourceFailed or SourceLost, and return if it knows of no reason."""
-        try:
-            async with asyncio.timeout(_WHY_S):
-                if self._pausing:
-                    # It says by itself that a paused request was aborted.
-                    await self._source.failure()
-                else:
-                    more = worker_pb2.ExportMore(have_blocks=self._have)
-                    await self._source.ask(worker_pb2.ExportCommand(more=more))
-        except TimeoutError:
+        if self._pausing:
+            # It says by itself that a paused request was aborted.
+            await told_why(self._source)
             return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WHY_S):
+                more = worker_pb2.ExportMore(have_blocks=self._have)
+                await self._source.ask(worker_pb2.ExportCommand(more=more))
+
+
+async def told_why(source: SourceLink) -> None:
+    """Let a source that has ended its export by itself say why. Raise SourceFailed or SourceLost, and return
+    if it has not ended it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_WHY_S):
+            await source.failure()
 
 
 async def stop_to_replay(source: SourceLink, faults: Faults) -> Paused:

@@ -45,6 +45,7 @@ from worker_agent.migration.copying import (
     plan_of,
     replay_submission,
     stop_to_replay,
+    told_why,
 )
 from worker_agent.migration.export_call import SourceLink, SourceLost, exported_of, tickets_of
 from worker_agent.migration.source import MigrationParts
@@ -270,7 +271,12 @@ class Import:
         sources, tickets = addresses_of(opened.kv_addresses, puller.addresses), tickets_of(opened)
         if not sources:
             raise KvTransferError(f"{len(opened.kv_addresses)} endpoints there, {len(puller.addresses)} here")
-        transfer = self._transfer = await puller.connect(self.request_id, sources, tickets)
+        try:
+            transfer = self._transfer = await puller.connect(self.request_id, sources, tickets)
+        except KvTransferError:
+            # Of an export that has ended, a source knows no ticket, and answers nothing.
+            await told_why(self._source)
+            raise
         copying = Copying(
             parts.engine,
             transfer,
