@@ -20,7 +20,8 @@ STATE: Final = frozenset({"/metrics", "/load", "/version"})
 RUST_PATHS: Final = TOKENIZING | GENERATING | STATE
 """Paths that vllm-rs answers."""
 # What it lacks of them (docs/api-servers.md): these fields of a body with another value than the named ones.
-# It answers with 400, or ignores the field.
+# It answers with 400, or ignores the field, or with 500: it gives no reason for what an engine refuses, and
+# checks no schema and no grammar.
 _UNSET: Final = frozenset({b"", b"null"})
 _OFF: Final = _UNSET | {b"false"}
 _RUST_FIELDS: Final[Mapping[str, frozenset[bytes]]] = {
@@ -34,7 +35,15 @@ _RUST_FIELDS: Final[Mapping[str, frozenset[bytes]]] = {
     "return_token_offsets": _OFF,
     "return_prompt_text": _OFF,
     "return_mm_kwargs": _OFF,
+    "prompt_logprobs": _UNSET,
+    "structured_outputs": _UNSET,
+    # It uses one without --trust-request-chat-template.
+    "chat_template": _UNSET,
 }
+# A response_format without a schema.
+_SCHEMALESS: Final = re.compile(rb'null|\{\s*"type"\s*:\s*"(?:text|json_object)"\s*\}|')
+_STRICT: Final = re.compile(rb'"strict"\s*:\s*true')
+_NO_TOOLS: Final = _UNSET | {b"[]"}
 # A list of prompts in place of one, or of its tokens.
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
 # Of a content part with an image, audio or video: which of them vllm-rs can prepare depends on the model.
@@ -64,6 +73,16 @@ class Asked(msgspec.Struct):
     return_token_offsets: msgspec.Raw = _NOTHING
     return_prompt_text: msgspec.Raw = _NOTHING
     return_mm_kwargs: msgspec.Raw = _NOTHING
+    prompt_logprobs: msgspec.Raw = _NOTHING
+    echo: msgspec.Raw = _NOTHING
+    logprobs: msgspec.Raw = _NOTHING
+    structured_outputs: msgspec.Raw = _NOTHING
+    response_format: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = _NOTHING
+    tool_choice: msgspec.Raw = _NOTHING
+    chat_template: msgspec.Raw = _NOTHING
+    chat_template_kwargs: msgspec.Raw = _NOTHING
+    vllm_xargs: msgspec.Raw = _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +97,12 @@ class Served:
     # Whose API servers are vLLM's Rust one, and its Python one; empty: it has none.
     rust: str
     python: str
+    # Whether all of the Rust ones were told how to parse tool calls.
+    rust_tools: bool = True
 
     def cluster(self, path: str, asked: Asked) -> str:
         """Return the cluster that answers: vllm-rs, which is the faster one, what it can."""
-        if self.rust and (not self.python or _rust_can(path, asked)):
+        if self.rust and (not self.python or _rust_can(path, asked, self.rust_tools)):
             return self.rust
         return self.python
 
@@ -142,6 +163,7 @@ def directory(services: Iterable[ServiceRecord], adapters: Iterable[AdapterRecor
             front_ends[0].model,
             _cluster(model, "rust", rust),
             _cluster(model, "python", python),
+            all(each.parses_tools for each in rust),
         )
         for name, each in ((served.rust, rust), (served.python, python)):
             if name:
@@ -195,8 +217,22 @@ def _endpoints(cluster: str, front_ends: Sequence[ServiceRecord]) -> Endpoints:
     return Endpoints(cluster, addresses, https, asleep=not awake)
 
 
-def _rust_can(path: str, asked: Asked) -> bool:
+def _rust_can(path: str, asked: Asked, parses_tools: bool) -> bool:
     messages = bytes(asked.messages)
     if path not in RUST_PATHS or _SEVERAL.match(asked.prompt) or any(word in messages for word in _MEDIA):
         return False
+    if b'"messages"' in bytes(asked.chat_template_kwargs):
+        # It renders them in place of the messages.
+        return False
+    if path in GENERATING and not _rust_can_generate(asked, parses_tools):
+        return False
     return all(bytes(getattr(asked, name)) in values for name, values in _RUST_FIELDS.items())
+
+
+def _rust_can_generate(asked: Asked, parses_tools: bool) -> bool:
+    if bytes(asked.echo) not in _OFF and bytes(asked.logprobs) not in _OFF:
+        # Those of the prompt.
+        return False
+    if not _SCHEMALESS.fullmatch(asked.response_format) or _STRICT.search(asked.tools):
+        return False
+    return parses_tools or bytes(asked.tools) in _NO_TOOLS or bytes(asked.tool_choice) == b'"none"'

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -40,6 +40,7 @@ from tailrace.tenancy.body import (
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
+from tailrace.wire.requests import pace_in
 
 # Paths of API servers that are for users.
 _ROUTES: Final = ("/v1/", "/v2/")
@@ -202,6 +203,7 @@ class Answers:
                 HTTPStatus.NOT_FOUND, f"{request.method} {path[:_NAME_MAX]} is not served here."
             )
         _check_ids(request, asked)
+        _check_arguments(asked)
         demand = Demand()
         if body and not is_form(request.content_type):
             bounds = self._bounds
@@ -328,6 +330,18 @@ def _check_ids(request: web.Request, asked: Asked) -> None:
     for name, value in chosen:
         if problem := problem_with(value):
             raise LimitRefusal(HTTPStatus.BAD_REQUEST, f"{name} {problem}.")
+
+
+def _check_arguments(asked: Asked) -> None:
+    """Check the arguments that are Tailrace's own, as front ends do. Raise LimitRefusal."""
+    if bytes(asked.vllm_xargs)[:1] != b"{":
+        return
+    try:
+        problem = pace_in(msgspec.json.decode(asked.vllm_xargs, type=dict[str, Any]))[1]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        problem = "vllm_xargs is not valid."
+    if problem:
+        raise LimitRefusal(HTTPStatus.BAD_REQUEST, problem)
 
 
 def _only_python_can(tenant: Tenant, demand: Demand) -> str:

@@ -182,6 +182,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
             model_key=served.key,
             names=[*settings.names],
             api_server=settings.front.value,
+            parses_tools=bool(settings.line.last("tool_call_parser")),
             https="ssl_certfile" in settings.line.flags,
             asleep=settings.on_demand,
             answers=setting,

@@ -105,6 +105,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     # and vLLM's API server (python, rust); empty: an earlier version.
     names: list[_Name] = []
     api_server: str = ""
+    # Front ends only: whether the API server was told how to parse tool calls (--tool-call-parser).
+    parses_tools: bool = True
     # Front ends only: whether the HTTP address speaks HTTPS, and whether the API server there starts with the
     # first connection, and has not yet.
     https: bool = False

@@ -89,6 +89,17 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
         ("/v1/embeddings", Asked(), False),
         ("/tokenize", Asked(), True),
         ("/metrics", Asked(), True),
+        ("/v1/completions", Asked(prompt_logprobs=msgspec.Raw(b"0")), False),
+        ("/v1/completions", Asked(echo=msgspec.Raw(b"true")), True),
+        ("/v1/completions", Asked(logprobs=msgspec.Raw(b"1")), True),
+        ("/v1/completions", Asked(echo=msgspec.Raw(b"true"), logprobs=msgspec.Raw(b"0")), False),
+        ("/v1/chat/completions", Asked(response_format=msgspec.Raw(b"null")), True),
+        ("/v1/chat/completions", Asked(response_format=msgspec.Raw(b'{ "type": "json_object" }')), True),
+        ("/v1/chat/completions", Asked(response_format=msgspec.Raw(b'{"type": "json_schema"}')), False),
+        ("/v1/chat/completions", Asked(tools=msgspec.Raw(b'[{"function": {"strict": false}}]')), True),
+        ("/v1/chat/completions", Asked(tools=msgspec.Raw(b'[{"function": {"strict": true}}]')), False),
+        ("/v1/chat/completions", Asked(chat_template_kwargs=msgspec.Raw(b'{"thinking": true}')), True),
+        ("/v1/chat/completions", Asked(chat_template_kwargs=msgspec.Raw(b'{"messages": 1}')), False),
     ],
 )
 def test_vllm_rs_gets_what_it_can_answer(path: str, asked: Asked, rust: bool) -> None:
@@ -96,6 +107,25 @@ def test_vllm_rs_gets_what_it_can_answer(path: str, asked: Asked, rust: bool) ->
     assert both.cluster(path, asked) == (both.rust if rust else both.python)
     alone = directory([front_end("f1", "chat", 2, "rust")], []).names["chat"]
     assert alone.cluster(path, asked) == alone.rust
+
+
+@pytest.mark.parametrize(
+    ("asked", "rust"),
+    [
+        (Asked(), True),
+        (Asked(tools=msgspec.Raw(b"[]")), True),
+        (Asked(tools=msgspec.Raw(b"[{}]"), tool_choice=msgspec.Raw(b'"none"')), True),
+        (Asked(tools=msgspec.Raw(b"[{}]")), False),
+        (Asked(tools=msgspec.Raw(b"[{}]"), tool_choice=msgspec.Raw(b'"auto"')), False),
+    ],
+)
+def test_tools_are_kept_from_vllm_rs_that_cannot_parse_their_calls(asked: Asked, rust: bool) -> None:
+    able = front_end("f1", "chat", 2, "rust")
+    unable = front_end("f2", "chat", 3, "rust", parses_tools=False)
+    for front_ends, to_rust in (([able], True), ([able, unable], rust), ([unable], rust)):
+        found = directory([front_end("f0", "chat", 1), *front_ends], []).names["chat"]
+        assert found.cluster("/v1/chat/completions", asked) == (found.rust if to_rust else found.python)
+        assert found.cluster("/tokenize", asked) == found.rust
 
 
 def test_an_adapter_that_was_loaded_at_run_time_is_known_to_the_python_app_alone() -> None:
