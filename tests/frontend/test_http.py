@@ -313,21 +313,29 @@ def test_abandoned_stream_is_aborted_at_its_owner(front_end: FrontEndThread) -> 
     assert list(abort.abort.handles) == [front_end.worker.submits[-1].handle]
 
 
-def vllm_metric(front_end: FrontEndThread, name: str, **labels: str) -> float:
-    """Return the sum of the samples of vLLM's metric with these labels."""
+def vllm_samples(front_end: FrontEndThread, name: str, **labels: str) -> list[float]:
+    """Return the samples of vLLM's metric with these labels."""
     families = text_string_to_metric_families(get(front_end, "/metrics").text)
     samples = [s for family in families for s in family.samples if s.name == f"vllm:{name}"]
-    found = [s.value for s in samples if labels.items() <= s.labels.items()]
+    return [s.value for s in samples if labels.items() <= s.labels.items()]
+
+
+def vllm_metric(front_end: FrontEndThread, name: str, **labels: str) -> float:
+    """Return the sum of the samples of vLLM's metric with these labels."""
+    found = vllm_samples(front_end, name, **labels)
     assert found, f"no vllm:{name} with {labels}"
     return sum(found)
+
+
+def aborts(front_end: FrontEndThread) -> float:
+    """Return how many clients left; vllm-rs shows no reason before a request ended with it."""
+    return sum(vllm_samples(front_end, "request_success_total", finished_reason="abort"))
 
 
 def test_vllm_metrics_show_the_fleet(front_end: FrontEndThread) -> None:
     """Requests that run and wait, the KV's use, aborts, and times that are not a clock's reading."""
     body = {"model": "tiny", "prompt": "x", "stream": True, "min_tokens": 1, "max_tokens": 100}
-    # vllm-rs counts no reason before a request ended with it, and aborts not at all.
-    python = front_end.front is Front.PYTHON
-    aborted = vllm_metric(front_end, "request_success_total", finished_reason="abort") if python else 0.0
+    aborted = aborts(front_end)
 
     def shown() -> tuple[float, float, float]:
         return (
@@ -353,13 +361,12 @@ def test_vllm_metrics_show_the_fleet(front_end: FrontEndThread) -> None:
         wait_until(lambda: shown() == (2.0, 1.0, 0.25), "the load of three requests")
     front_end.call(tell(0, float("nan")))
     wait_until(lambda: shown() == (0.0, 0.0, 0.0), "no load")
-    if not python:
+    wait_until(lambda: aborts(front_end) == aborted + 3, "three aborts", 20)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{front_end.url}/v1/completions", json={**body, "stream": False}, timeout=0.5)
+    wait_until(lambda: aborts(front_end) == aborted + 4, "an abort without a stream", 20)
+    if front_end.front is not Front.PYTHON:
         return
-    wait_until(
-        lambda: vllm_metric(front_end, "request_success_total", finished_reason="abort") == aborted + 3,
-        "three aborts",
-        20,
-    )
     assert post(front_end, "/v1/completions", {**body, "stream": False, "min_tokens": 0}).status_code == 200
     # An uptime, unless it was counted from the request's arrival.
     assert 0.0 < vllm_metric(front_end, "request_prefill_time_seconds_sum") < 60.0
