@@ -14,9 +14,8 @@ THOUGHT = "let me see"
 ANSWER = "the answer"
 
 
-def script(request: EngineCoreRequest) -> list[int]:
-    """Return the tokens of the answer, the same for every prompt."""
-    return [THINK, *THOUGHT.encode(), END_THINK, *ANSWER.encode(), IM_END]
+# The same for every prompt.
+SCRIPT = [THINK, *THOUGHT.encode(), END_THINK, *ANSWER.encode(), IM_END]
 
 
 class EchoWorker(ScriptedWorker):
@@ -41,7 +40,7 @@ class EchoWorker(ScriptedWorker):
         if request.sampling_params.min_tokens > 0:
             self.send(outputs(submit, [THINK, *THOUGHT[:5].encode()], 0, PREFILL_DONE))
             return
-        tokens = script(request)[: request.sampling_params.max_tokens]
+        tokens = SCRIPT[: request.sampling_params.max_tokens]
         for index in range(len(submit.output_token_ids), len(tokens)):
             last = index == len(tokens) - 1
             flags = PREFILL_DONE * (index == 0) | FINISHED * last

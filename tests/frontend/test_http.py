@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,9 +26,10 @@ from frontend_svc.api_server.http_protocol import RequestIds
 from frontend_svc.settings import Front
 from tailrace.records import ServiceRecord
 from tailrace.service.message_stream import MIN_MESSAGE_BYTES
+from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import scheduler_pb2, worker_pb2
 from tailrace.wire.outputs import NIL
-from tests.frontend.echo_worker import ANSWER, THOUGHT
+from tests.frontend.echo_worker import ANSWER, SCRIPT, THOUGHT
 from tests.frontend.front_end_thread import MAX_STREAMS, FrontEndThread
 from tests.frontend.test_placement import Scheduler, scheduler
 from tests.harness.forked import api_server_python
@@ -117,6 +119,29 @@ def test_chat_streams(client: openai.OpenAI) -> None:
             reasoning += choice.delta.model_dump().get("reasoning") or ""
     assert (reasoning, content) == (THOUGHT, ANSWER)
     assert usage is not None and usage.completion_tokens == len(THOUGHT) + len(ANSWER) + 3
+
+
+@pytest.mark.parametrize("changed", [{}, {"max_tokens": 5}, {"max_tokens": 12}, {"include_reasoning": False}])
+def test_usage_tells_how_many_tokens_are_reasoning(client: openai.OpenAI, changed: dict[str, object]) -> None:
+    """As many as vLLM's own parser counts, streamed and not."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tokenizers import get_tokenizer
+
+    limit = changed.get("max_tokens")
+    tokens = SCRIPT[: limit if isinstance(limit, int) else None]
+    parser = ReasoningParserManager.get_reasoning_parser(REASONING_PARSER)(get_tokenizer(str(MODEL_PATH)))
+    expected = (len(tokens), parser.count_reasoning_tokens(tokens))
+
+    def told(usage: CompletionUsage | None) -> tuple[int, int | None]:
+        assert usage is not None and usage.completion_tokens_details is not None
+        return usage.completion_tokens, usage.completion_tokens_details.reasoning_tokens
+
+    reply = client.chat.completions.create(model="tiny", messages=HELLO, extra_body=changed)
+    assert told(reply.usage) == expected
+    *_, last = client.chat.completions.create(
+        model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}, extra_body=changed
+    )
+    assert told(last.usage) == expected
 
 
 def test_completions_with_n(front_end: FrontEndThread, client: openai.OpenAI) -> None:

@@ -10,6 +10,12 @@ from openai import NotFoundError, OpenAI
 _WAIT_S = 600.0
 
 
+def counts(usage: Any) -> object:
+    """Return the numbers of tokens of the prompt, the answer, and of the reasoning in it."""
+    details = usage.completion_tokens_details
+    return [usage.prompt_tokens, usage.completion_tokens, details and details.reasoning_tokens]
+
+
 def cases(url: str, model: str, prompts: list[str]) -> Cases:
     """Return the cases for a server at `url`."""
     client: Any = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=_WAIT_S, max_retries=0)
@@ -22,7 +28,7 @@ def cases(url: str, model: str, prompts: list[str]) -> Cases:
         answer: dict[str, Any] = {"reasoning": "", "content": "", "finish_reason": None, "usage": None}
         for chunk in ask(prompt, stream=True, stream_options={"include_usage": True}):
             if chunk.usage is not None:
-                answer["usage"] = [chunk.usage.prompt_tokens, chunk.usage.completion_tokens]
+                answer["usage"] = counts(chunk.usage)
             for choice in chunk.choices:
                 answer["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
                 answer["content"] += choice.delta.content or ""
@@ -30,8 +36,10 @@ def cases(url: str, model: str, prompts: list[str]) -> Cases:
         return answer
 
     def whole(prompt: str) -> object:
-        (choice,) = ask(prompt).choices
-        return [choice.message.content, getattr(choice.message, "reasoning", None), choice.finish_reason]
+        reply = ask(prompt)
+        (choice,) = reply.choices
+        reasoning = getattr(choice.message, "reasoning", None)
+        return [choice.message.content, reasoning, choice.finish_reason, counts(reply.usage)]
 
     def logprobs(prompt: str) -> object:
         (choice,) = ask(prompt, logprobs=True, top_logprobs=2).choices
