@@ -31,7 +31,7 @@ from tailrace.perf.measured import Measured
 from tailrace.perf.remaining import limited, tokens_left
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import kv_needed_tokens
-from tailrace.policy.requests import Prompt, RequestTable
+from tailrace.policy.requests import Prompt, Reasoning, RequestTable
 from tailrace.qoe import slack_tokens
 
 _STATES: Mapping[JobState, RequestState] = {
@@ -76,6 +76,10 @@ class JobTable(RequestTable):
     def prompts(self) -> Sequence[Prompt]:
         """Return the prompts of the requests without an output token."""
         return [(job.request.arrival_s, job.prompt) for job, tokens, _, _ in self._jobs() if not tokens]
+
+    def reasoning(self) -> Reasoning:
+        """Return the sums of the requests that reason."""
+        return self._model.reasoning(self._jobs())
 
     def _count(self, quantum_tokens: int, without: str) -> PhaseLoad:
         return self._model.phase_load(self._jobs(), self._report.at_s, quantum_tokens, without)
@@ -447,6 +451,17 @@ class Views(ClusterModel[_InstanceState]):
             elif state is JobState.SWAPPED or state is JobState.QUEUED:
                 least = -math.inf
         return PhaseLoad(reasoning, fresh, least - (at_s / pace_s + 1.0), quantum_tokens)
+
+    def reasoning(self, rows: Iterable[Row]) -> Reasoning:
+        """Return the sums of rows as `RequestTable.reasoning` returns those of views of them."""
+        requests = output_tokens = 0
+        arrivals_s = 0.0
+        for job, tokens, _, _ in rows:
+            if 0 < tokens < job.reasoning and not (self._demotes and self._demoted(job, tokens)):
+                requests += 1
+                arrivals_s += job.request.arrival_s
+                output_tokens += tokens
+        return Reasoning(requests, arrivals_s, output_tokens)
 
     def _demoted(self, job: Job, tokens: int) -> bool:
         """Return whether the job is demoted; the policy is asked only when the rank may have changed."""

@@ -21,11 +21,14 @@ from tailrace.policy.requests import (
     OFF_DEVICE,
     Column,
     Ints,
+    Mask,
     PhaseShare,
     Prompt,
+    Reasoning,
     RequestTable,
     decodes,
     phase_share,
+    reasoning_of,
     share_of,
 )
 from tailrace.request_columns import ABSENT, full, optional_of, picked, traceparents_of, value_of
@@ -59,7 +62,7 @@ class ReportedRows:
         "_max_model_len",
         "_phases",
         "_prompts",
-        "_reasoning",
+        "_reasons",
         "_traceparents",
         "_views",
         "ids",
@@ -99,7 +102,7 @@ class ReportedRows:
         self._views: dict[str, RequestView] = {}
         self._made: dict[str, NDArray[Any]] = {}
         self._counted: PhaseLoad | None = None
-        self._reasoning: int | None = None
+        self._reasons: Mask | None = None
         self._prompts: dict[str, Prompt] | None = None
         self._traceparents: dict[str, str] | None = None
 
@@ -200,31 +203,31 @@ class ReportedRows:
             counted = self._counted = self._count(quantum_tokens)
         return counted
 
-    @property
-    def reasoning(self) -> int:
-        """Return how many requests count as reasoning, as `phase_load` counts them."""
-        if self._reasoning is None:
-            demoted, phases = self._columns.demoted[:], self._phases
-            self._reasoning = len(phases) - phases.count(_ANSWERING)
-            if demoted:
-                pairs = zip(full(demoted, len(phases), False), phases, strict=True)
-                self._reasoning -= sum(low and phase != _ANSWERING for low, phase in pairs)
-        return self._reasoning
-
-    def reasoning_of(self, request_ids: Iterable[str]) -> int:
-        """Return how many of these requests are in the report and count as reasoning."""
-        phases, demoted = self._phases, self._columns.demoted
-        rows = map(self._index.get, request_ids)
-        return sum(
-            phases[row] != _ANSWERING and not value_of(demoted, row, False) for row in rows if row is not None
-        )
+    def reasoning(self, without: Iterable[str]) -> Reasoning:
+        """Return the sums of the reasoning requests that are not demoted, but for those of `without`."""
+        if self._reasons is None:
+            self._reasons = np.array(self._phases, dtype=np.int64) == _REASONING
+            if demoted := self._columns.demoted[:]:
+                self._reasons &= ~np.array(full(demoted, len(self.ids), False), dtype=np.bool_)
+        reasons, gone = self._reasons, [row for row in map(self._index.get, without) if row is not None]
+        if gone:
+            reasons = reasons.copy()
+            reasons[gone] = False
+        if not reasons.any():
+            return Reasoning(0, 0.0, 0)
+        arrivals_s, tokens = self.column("arrival_s")[reasons], self.column("output_tokens")[reasons]
+        return Reasoning(len(tokens), float(arrivals_s.sum()), int(tokens.sum()))
 
     def _count(self, quantum_tokens: int) -> PhaseLoad:
         """Count column by column: without a call, and if possible without a step, for each request."""
         columns, phases = self._columns, self._phases
         count, answering = len(phases), phases.count(_ANSWERING)
+        reasoning = count - answering
+        if demoted := columns.demoted[:]:
+            pairs = zip(full(demoted, count, False), phases, strict=True)
+            reasoning -= sum(low and phase != _ANSWERING for low, phase in pairs)
         if not answering:
-            return PhaseLoad(self.reasoning, 0, math.inf, quantum_tokens)
+            return PhaseLoad(reasoning, 0, math.inf, quantum_tokens)
         tokens = full(columns.phase_tokens, count, 0)
         output_tokens = [n for n, phase in zip(tokens, phases, strict=True) if phase == _ANSWERING]
         fresh = sum(map(quantum_tokens.__gt__, output_tokens))
@@ -240,7 +243,7 @@ class ReportedRows:
             ):
                 # One waits off the device for its first token of the answer; see `share_of`.
                 least = -math.inf
-        return PhaseLoad(self.reasoning, fresh, least, quantum_tokens)
+        return PhaseLoad(reasoning, fresh, least, quantum_tokens)
 
     def any_decoding(self, without: Collection[str]) -> bool:
         """Return whether any of the requests is past prefill and not paused, except those in `without`."""
@@ -425,14 +428,9 @@ class ReportedRequests(RequestTable):
             ]
         return self._prompts
 
-    def reasoning(self) -> int:
-        """Return how many requests count as reasoning."""
-        answering = Phase.ANSWERING
-        count = self._rows.reasoning - self._rows.reasoning_of(self._changed)
-        for request in self._corrections():
-            if request.phase is not answering and not request.demoted:
-                count += 1
-        return count
+    def reasoning(self) -> Reasoning:
+        """Return the sums of the requests that reason."""
+        return self._rows.reasoning(self._changed).plus(reasoning_of(self._corrections()))
 
     def _count(self, quantum_tokens: int, without: str) -> PhaseLoad:
         """Correct the count of the report by what has changed."""

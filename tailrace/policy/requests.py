@@ -27,6 +27,22 @@ OFF_DEVICE: Final = (RequestState.WAITING, RequestState.PREEMPTED)
 T = TypeVar("T", bound=np.generic)
 
 
+class Reasoning(NamedTuple):
+    """How many requests reason; the sums of their arrival times in seconds and of their output tokens."""
+
+    requests: int
+    arrivals_s: float
+    output_tokens: int
+
+    def plus(self, more: Reasoning) -> Reasoning:
+        """Return the sums of both."""
+        return Reasoning(
+            self.requests + more.requests,
+            self.arrivals_s + more.arrivals_s,
+            self.output_tokens + more.output_tokens,
+        )
+
+
 class Column(Generic[T]):
     """A property of all requests of a table, made on first access; row n belongs to the n-th request."""
 
@@ -150,9 +166,9 @@ class RequestTable(Sequence[RequestView]):
         prefill = Phase.PREFILL
         return [(r.arrival_s, r.prompt_tokens) for r in self._all() if r.phase is prefill]
 
-    def reasoning(self) -> int:
-        """Return the count of reasoning requests alone, which no quantum affects."""
-        return self.phase_load().reasoning
+    def reasoning(self) -> Reasoning:
+        """Return the sums of the reasoning requests past prefill that are not demoted."""
+        return reasoning_of(self._all())
 
     def phase_load(self, quantum_tokens: int = QUANTUM_TOKENS, without: str = "") -> PhaseLoad:
         """Count the requests for PASCAL's Algorithms 1 and 2 (section IV-B), except the one whose id is
@@ -202,6 +218,12 @@ class RequestTable(Sequence[RequestView]):
         return isinstance(other, Sequence) and self._all() == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def reasoning_of(requests: Iterable[RequestView]) -> Reasoning:
+    """Return the sums of those of the requests that reason and are not demoted."""
+    found = [(r.arrival_s, r.output_tokens) for r in requests if r.phase is Phase.REASONING and not r.demoted]
+    return Reasoning(len(found), sum(arrival_s for arrival_s, _ in found), sum(n for _, n in found))
 
 
 def table_of(requests: Sequence[RequestView]) -> RequestTable:

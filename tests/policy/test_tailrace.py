@@ -33,7 +33,7 @@ from tailrace.perf.steps import StepModel
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.candidates import Ledger, needed_tokens
 from tailrace.policy.registry import load
-from tailrace.policy.requests import movable, table_of
+from tailrace.policy.requests import movable
 from tailrace.policy.tailrace.costs import Costs, Offers
 from tailrace.policy.tailrace.policy import Tailrace
 from tailrace.policy.tailrace.queue import DEEPEST, QueueColumns
@@ -191,16 +191,19 @@ def expected_arrival_s(
     wait_s *= 1.0 + wait_s / patience_s
     # The requests that its prefill delays.
     behind = len(prompts) - len(first)
-    reasoning = table_of(instance.requests).phase_load().reasoning
-    decoding = max(1, requests - len(prompts))
-    reasons = min(1.0, max(0, reasoning - len(prompts)) / decoding)
+    reasoning = [r for r in instance.requests if r.phase is Phase.REASONING and not r.demoted]
+    reasons = min(1.0, len(reasoning) / max(1, requests - len(prompts)))
+    # The share that they have used of the time that they may take.
+    used_s = sum(NOW - r.arrival_s for r in reasoning)
+    allowed_s = sum(costs.ttft_slo_s + r.output_tokens * costs.tpot_slo_s for r in reasoning)
+    used = min(1.0, max(0.0, used_s) / allowed_s) if reasoning else 0.0
     # What its kind adds to an idle step, if that is within the SLO.
     kind_s = 0.0
     if shortest_s is not None and steps.decode_base_s < costs.tpot_slo_s:
         kind_s = steps.decode_base_s - shortest_s
     share = min(1.0, (step_s - kind_s) / (costs.tpot_slo_s - kind_s))
     spared_s = costs.expected_tokens * (1.0 - reasons) * share * share * kind_s
-    weight = reasons + (1.0 - reasons) * share * share
+    weight = reasons * used * used + (1.0 - reasons) * share * share
     delay_s = own_s * (behind + weight * max(0, requests - behind))
     joining_s = costs.expected_tokens * slowdown_s(steps, requests, held, prompt)
     return (
@@ -277,12 +280,29 @@ def test_an_excluded_instance_gets_no_arrival(view: ClusterView, prompt: int) ->
 @given(view=reporting(), slo_s=st.sampled_from((1e-4, 0.01, 0.15)))
 def test_the_weight_of_decoding_requests_is_at_most_one(view: ClusterView, slo_s: float) -> None:
     costs = Costs(NOMINAL, slo_s)
-    weights = offers_of(view, costs).offer.weight.tolist()
-    for here, weight in zip(view.instances.values(), weights, strict=True):
-        assert 0.0 <= weight <= 1.0
-        # A delay beyond the TPOT SLO counts as much as a delay of the first token.
+    offers = offers_of(view, costs)
+    weights = zip(offers.weights(NOW).tolist(), offers.weights(1e9).tolist(), strict=True)
+    for here, (weight, much_later) in zip(view.instances.values(), weights, strict=True):
+        assert 0.0 <= weight <= much_later <= 1.0 + 1e-9
+        # Where steps take longer than the TPOT SLO and nobody has time left, a delay counts in full.
         step_s = costs.steps_of(here).decode_s(here.running, here.kv_used_tokens)
-        assert step_s < slo_s or weight == pytest.approx(1.0)
+        assert step_s < slo_s or much_later == pytest.approx(1.0)
+
+
+def test_reasoning_counts_by_how_much_of_its_time_is_used() -> None:
+    """Of 2 s and 0.15 s for each of 100 tokens: 17 s."""
+    reasoning = tuple(request(f"r{n}", "w0", 500, 100, Phase.REASONING) for n in range(4))
+    offers = offers_of(cluster(instance("w0", reasoning)), COSTS)
+    assert [offers.weights(now).item() for now in (0.0, 8.5, 17.0, 50.0)] == [0.0, 0.25, 1.0, 1.0]
+
+
+def test_a_long_prompt_need_not_wait_where_reasoning_has_time() -> None:
+    """Its prefill delays 30 requests; they have time for that until they are late."""
+    reasoning = instance("w0", tuple(request(f"r{n}", "w0", 500, 2_000, Phase.REASONING) for n in range(30)))
+    queued = instance("w1", (request("q0", "w1", 60_000, 0, Phase.PREFILL),))
+    view, new = cluster(reasoning, queued), Arrival("new", 60_000, 100, 0)
+    assert Tailrace().place(view, new, 30.0) == Place("w0")
+    assert Tailrace().place(view, new, 150.0) == Place("w1")
 
 
 def test_a_tie_goes_to_the_first_instance() -> None:
@@ -325,10 +345,10 @@ def test_a_short_prompt_goes_to_a_queue_it_can_overtake() -> None:
     assert Tailrace().place(view, new, 0.0) == Place("w0")
 
 
-def test_delaying_answering_costs_less_than_delaying_reasoning() -> None:
+def test_delaying_answering_costs_less_than_delaying_reasoning_without_time() -> None:
     reasoning = instance("w0", tuple(request(f"r{n}", "w0", phase=Phase.REASONING) for n in range(4)))
     answering = instance("w1", tuple(request(f"r{n}", "w1") for n in range(4)))
-    assert Tailrace().place(cluster(reasoning, answering), Arrival("new", 500, 100, 0), 0.0) == Place("w1")
+    assert Tailrace().place(cluster(reasoning, answering), Arrival("new", 500, 100, 0), 100.0) == Place("w1")
 
 
 # ---- waiting prompts

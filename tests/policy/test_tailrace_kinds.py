@@ -64,21 +64,21 @@ def test_nothing_is_spared_on_a_fleet_of_one_kind(
 ) -> None:
     """To the bit: any difference could decide between two placements that cost the same."""
     offers = offers_of(of_kinds(view, lambda _: measured), slo_s)
-    assert offers.offer.arriving_s.tolist() == offers.offer.joining_s.tolist()
-    for here, weight in zip(offers.instances, offers.offer.weight.tolist(), strict=True):
+    assert not offers.offer.spared_s.any()
+    for here, answering in zip(offers.instances, offers.offer.answering.tolist(), strict=True):
         step_s = offers.costs.steps_of(here).decode_s(here.running, here.kv_used_tokens)
         share = min(1.0, step_s / slo_s)
         held = table_of(here.requests)
         prompts = len(held.prompts()) if here.prefill_backlog_tokens else 0
         decoding = max(1, here.running + here.waiting - prompts)
-        reasons = min(1.0, max(0, held.reasoning() - prompts) / decoding)
-        assert weight == reasons + (1.0 - reasons) * share * share
+        reasons = min(1.0, held.reasoning().requests / decoding)
+        assert answering == (1.0 - reasons) * share * share
 
 
-# Of the decisions below, before the kinds of instances were told apart.
+# Of the decisions below: what concerns several kinds must not change them.
 GOLDEN = {
-    "fast": "eade6516c8aeab0106f30860e1ac0da0c1ed49f9598f1352aa221d04daf868ae",
-    "slow": "eb3eb1e9c9f3e3cf75c85b4fb8eeed0e0f3df89ccbaeac5c60c1906a3b093b39",
+    "fast": "5a7770891245b5950458d475aba20675c3a101c6e3fa13b848a7b81e799142dd",
+    "slow": "743ec6041bac5c0784534eeefccdedf0ffa7ba454a3ec6fa5a54fa3b311d2558",
 }
 
 
@@ -136,8 +136,8 @@ def test_a_reasoning_request_is_spared_nothing() -> None:
     """Its user waits for the first answering token, so that a slow step delays it."""
     fast, slow = (answering(*kind, Phase.REASONING) for kind in (("fast", 4, FAST), ("slow", 4, SLOW)))
     mixed = offers_of(cluster(fast, slow), 0.05).offer
-    assert mixed.weight.tolist() == [1.0, 1.0]
-    assert mixed.arriving_s.tolist() == mixed.joining_s.tolist()
+    assert mixed.reasoning.tolist() == [1.0, 1.0]
+    assert not mixed.spared_s.any()
 
 
 @quick
@@ -147,8 +147,7 @@ def test_at_most_the_kind_s_own_share_of_a_step_is_spared(view: ClusterView, see
     offers = offers_of(of_kinds(view, lambda _: random.choice((FAST, SLOW))), slo_s)
     steps = [offers.costs.steps_of(each) for each in offers.instances]
     shortest_s = min(each.decode_base_s for each in steps)
-    spared_s = (offers.offer.joining_s - offers.offer.arriving_s).tolist()
-    for each, spared in zip(steps, spared_s, strict=True):
+    for each, spared in zip(steps, offers.offer.spared_s.tolist(), strict=True):
         assert -1e-12 <= spared <= each.decode_base_s - shortest_s + 1e-12
         assert each.decode_base_s < slo_s or spared == 0.0
 
@@ -158,7 +157,7 @@ def test_a_new_kind_in_the_fleet_counts_for_all() -> None:
     slow = [answering(f"slow{n}", 3 * n, SLOW) for n in range(3)]
     offers = Offers(Costs(StepModel.of_profile(None), 0.05))
     offers.update(cluster(*slow, answering("z", 2, SLOW)))
-    alone = offers.offer.weight.tolist()
+    alone = offers.weights(0.0).tolist()
     view = cluster(*slow, answering("z", 2, FAST))
     offers.update(view)
-    assert offers.offer.weight.tolist() == offers_of(view, 0.05).offer.weight.tolist() != alone
+    assert offers.weights(0.0).tolist() == offers_of(view, 0.05).weights(0.0).tolist() != alone

@@ -25,8 +25,9 @@ from tailrace.cluster import Arrival, CachedTokens, ClusterView, InstanceState, 
 from tailrace.intra.earliest_due import PREFILLS, nominal_s
 from tailrace.perf.steps import Floats, Number, StepModel, StepTimes, held_tokens
 from tailrace.policy.columns import SeenInstances
-from tailrace.policy.requests import table_of
+from tailrace.policy.requests import Prompt, table_of
 from tailrace.policy.tailrace.queue import QueueColumns
+from tailrace.slo import DEFAULT_TTFT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class Costs:
     """The parameters of the cost model.
 
     - `nominal`: step times of instances that have not been measured.
-    - `tpot_slo_s`: the SLO against which decode steps of answering requests are weighted.
+    - `tpot_slo_s`, `ttft_slo_s`: the SLOs against which the delay of requests that answer, and of those that
+      reason, is weighted.
     - `expected_tokens`: expected output of an arrival. 256 is near the mean of ShareGPT's answers, as in
       CascadeInfer's QoE model here.
     - `patience_s`: a wait for the first token counts double once it reaches this time plus the longest that
@@ -46,6 +48,7 @@ class Costs:
 
     nominal: StepModel
     tpot_slo_s: float
+    ttft_slo_s: float = DEFAULT_TTFT_S
     expected_tokens: float = 256.0
     patience_s: float = 0.5
     open_s: float = 0.01
@@ -65,25 +68,6 @@ class Costs:
         return held_tokens(self.steps_of(instance), held.device, held.total)
 
 
-class Reported(NamedTuple):
-    """What a view says of an instance: numbers of requests, and tokens."""
-
-    # 0, or infinite for one that gets no arrivals.
-    barred: float
-    running: float
-    waiting: float
-    used: float
-    # KV in host memory of requests that were preempted.
-    swapped: float
-    backlog: float
-    capacity: float
-    context: float
-    reasoning: float
-    # Prompts that the view lists, and their tokens.
-    prompts: float
-    prompt_tokens: float
-
-
 _COEFFICIENTS: Final = tuple(map(attrgetter, StepTimes.__dataclass_fields__))
 
 
@@ -100,51 +84,67 @@ class Offer(NamedTuple, Generic[Number]):
     # to free its context in `expected_tokens` steps.
     free: Number
     free_token_s: Number
-    # Weight of a second of delay for a decoding request, from 0 to 1.
-    weight: Number
+    # What a second of delay for a decoding request counts, from 0 to 1, because it may answer; and at most
+    # more because it may reason (`Offers.weights`).
+    answering: Number
+    reasoning: Number
+    # Of the requests that reason: their number, and the sums of their arrival times and of the times that
+    # they may take for what they have generated.
+    reasoners: Number
+    arrivals_s: Number
+    allowed_s: Number
     # Seconds until a prompt would start if no listed prompt were ahead of it: the step in progress and the
     # unlisted backlog. Decode time in the steps that compute a prompt token.
     start_s: Number
     step_token_s: Number
     # Tokens of a mean request.
     mean_tokens: Number
-    # Increase of the batch's step cost by a request; less what an answer is spared; per token of its context.
+    # Increase of the batch's step cost by a request; per token of its context; what its own step is spared,
+    # weighted, because it may answer.
     joining_s: Number
-    arriving_s: Number
     joining_token_s: Number
+    spared_s: Number
 
 
-def offer_of(costs: Costs, reported: Reported, steps: StepModel, shortest_s: float) -> Offer[float]:
-    """Compute what an instance with these step times offers. `shortest_s`: shortest idle step of all."""
-    running, used = reported.running, reported.used
-    requests, held = running + reported.waiting, used + reported.backlog
+def offer_of(
+    costs: Costs, instance: InstanceView, prompts: Sequence[Prompt], steps: StepModel, shortest_s: float
+) -> Offer[float]:
+    """Compute what an instance with these step times offers.
+
+    `prompts`: those that its view lists. `shortest_s`: shortest idle step of all instances.
+    """
+    running, used, backlog = instance.running, instance.kv_used_tokens, instance.prefill_backlog_tokens
+    requests, held = running + instance.waiting, used + backlog
     step_s = steps.decode_s(running, used)
     step_token_s = step_s / steps.chunk_tokens
-    # A reasoning request counts fully, because its user waits for the first token. An answering one counts by
-    # the square of the step's share of the TPOT SLO: little while the answer is well within it. What the idle
-    # step of a slow kind takes beyond the shortest one delays no answer as long as it is within the SLO.
-    decoding = max(1.0, requests - reported.prompts)
-    reasoning = min(1.0, max(0.0, reported.reasoning - reported.prompts) / decoding)
+    # An answering request counts by the square of the step's share of the TPOT SLO: little while the answer
+    # is well within it. What the idle step of a slow kind takes beyond the shortest one delays no answer as
+    # long as it is within the SLO.
+    reasoners, arrivals_s, made_tokens = table_of(instance.requests).reasoning()
+    reasoning = min(1.0, reasoners / max(1, requests - len(prompts)))
     kind_s = steps.decode_base_s - shortest_s if steps.decode_base_s < costs.tpot_slo_s else 0.0
     slo_share = min(1.0, (step_s - kind_s) / (costs.tpot_slo_s - kind_s))
     answering = (1.0 - reasoning) * slo_share * slo_share
-    joining_s = steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s
-    unlisted = max(0.0, reported.backlog - reported.prompt_tokens)
-    unlisted_s = steps.backlog_s(unlisted, max(1.0, reported.waiting - reported.prompts))
+    unlisted = max(0, backlog - sum(length for _, length in prompts))
+    unlisted_s = steps.backlog_s(unlisted, max(1, instance.waiting - len(prompts)))
     return Offer(
-        barred=reported.barred,
+        barred=0.0 if instance.state is InstanceState.ACTIVE else math.inf,
         requests=requests,
         held=held,
-        swapped=reported.swapped,
-        free=reported.capacity - held,
-        free_token_s=costs.expected_tokens * step_s / max(1.0, used),
-        weight=reasoning + answering,
+        swapped=instance.host_kv_tokens,
+        free=instance.kv_capacity_tokens - held,
+        free_token_s=costs.expected_tokens * step_s / max(1, used),
+        answering=answering,
+        reasoning=reasoning,
+        reasoners=reasoners,
+        arrivals_s=arrivals_s,
+        allowed_s=reasoners * costs.ttft_slo_s + made_tokens * costs.tpot_slo_s,
         start_s=step_s + unlisted_s + unlisted * step_token_s,
         step_token_s=step_token_s,
-        mean_tokens=reported.context // max(1.0, requests),
-        joining_s=joining_s,
-        arriving_s=joining_s - kind_s * answering / max(reasoning + answering, 1e-9),
+        mean_tokens=instance.context_tokens // max(1, requests),
+        joining_s=steps.decode_s(requests, held) + (requests + 1.0) * steps.per_request_s,
         joining_token_s=(requests + 1.0) * steps.per_kv_token_s,
+        spared_s=answering * kind_s,
     )
 
 
@@ -196,27 +196,11 @@ class Offers:
             self.offer, self.steps = Offer(*self._offers), StepTimes(*self._steps)
             self._queues = QueueColumns(len(views))
         for n in changed:
-            reported = self._read(n, views[n])
-            self._offers[:, n] = offer_of(self.costs, reported, self._models[n], self._shortest_s)
-
-    def _read(self, position: int, instance: InstanceView) -> Reported:
-        """Return what the view says of the instance, and set its queue."""
-        backlog, requests = instance.prefill_backlog_tokens, table_of(instance.requests)
-        prompts = requests.prompts() if backlog else ()
-        self._queues.set(position, prompts, backlog, self.costs.steps_of(instance))
-        return Reported(
-            0.0 if instance.state is InstanceState.ACTIVE else math.inf,
-            instance.running,
-            instance.waiting,
-            instance.kv_used_tokens,
-            instance.host_kv_tokens,
-            backlog,
-            instance.kv_capacity_tokens,
-            instance.context_tokens,
-            requests.reasoning(),
-            len(prompts),
-            sum(length for _, length in prompts),
-        )
+            instance, steps = views[n], self._models[n]
+            backlog = instance.prefill_backlog_tokens
+            prompts = table_of(instance.requests).prompts() if backlog else ()
+            self._queues.set(n, prompts, backlog, steps)
+            self._offers[:, n] = offer_of(self.costs, instance, prompts, steps, self._shortest_s)
 
     def usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats | float:
         """Return the cached tokens of an arrival on each instance, as equivalent tokens on its device."""
@@ -229,27 +213,41 @@ class Offers:
                 tokens[position] = self.costs.usable_tokens(self._instances[position], held)
         return tokens
 
+    def weights(self, now: float) -> Floats:
+        """Return what a second of delay for a decoding request counts on each instance, from 0 to 1.
+
+        A request that reasons may take the TPOT SLO for each of its tokens (`Slo`), so that a delay costs it
+        nothing before that time is used up. Like an answer it counts by a square: of the share of the time
+        that the instance's requests have used together.
+        """
+        offer = self.offer
+        used_s = offer.reasoners * now - offer.arrivals_s
+        used = np.clip(used_s / np.maximum(offer.allowed_s, self.costs.ttft_slo_s), 0.0, 1.0)
+        weights: Floats = offer.answering + offer.reasoning * used * used
+        return weights
+
     def arrival_s(self, arrival: Arrival, usable_tokens: Floats | float, now: float) -> Floats:
         """Return what an arrival costs on each instance; infinite where it may not go.
 
         `usable_tokens` need not be computed. An arrival that resumes prefills its output as well.
         """
         offer, steps, expected = self.offer, self.steps, self.costs.expected_tokens
+        weight = self.weights(now)
         prompt_tokens = arrival.context_tokens
         own_s = (steps.per_token_s + steps.per_token_squared_s * prompt_tokens) * prompt_tokens
         if arrival.cached:
             own_s -= steps.compute_s(usable_tokens)
         # Prompts are computed in steps shared with decodes; the step in progress ends first.
         wait_s = offer.start_s + own_s + (prompt_tokens - usable_tokens) * offer.step_token_s
-        delayed = offer.weight * offer.requests
+        delayed = weight * offer.requests
         if self._queues.prompts:
             ahead = self._queues.ahead(nominal_s(prompt_tokens, prompt_tokens * prompt_tokens), now)
             wait_s += ahead.seconds + ahead.tokens * offer.step_token_s
-            delayed = ahead.behind + offer.weight * np.maximum(0.0, offer.requests - ahead.behind)
+            delayed = ahead.behind + weight * np.maximum(0.0, offer.requests - ahead.behind)
         patience_s = self.costs.patience_s + PREFILLS * self.costs.nominal.compute_s(prompt_tokens)
         wait_s *= 1.0 + wait_s / patience_s
-        joining_s = offer.arriving_s + offer.joining_token_s * prompt_tokens
-        costs_s: Floats = expected * offer.weight * joining_s + wait_s + own_s * delayed
+        joining_s = weight * (offer.joining_s + offer.joining_token_s * prompt_tokens) - offer.spared_s
+        costs_s: Floats = expected * joining_s + wait_s + own_s * delayed
         costs_s += shortage_s(offer, prompt_tokens + expected) + offer.barred
         if arrival.excluded:
             costs_s[[self.at[name] for name in arrival.excluded if name in self.at]] = np.inf

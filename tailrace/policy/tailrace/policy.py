@@ -19,20 +19,21 @@ from tailrace.policy.tailrace.costs import Costs, Offers
 from tailrace.policy.tailrace.pulls import with_pull
 from tailrace.policy.tailrace.rebalance import rebalance
 from tailrace.profiles import Profile
+from tailrace.slo import DEFAULT_TPOT_S, DEFAULT_TTFT_S
 
 
 class Tailrace(Policy):
     """Place, move and pull where a request costs all requests the least, in predicted seconds.
 
     - `profile`: step times of instances that have not been measured; None: nominal ones (`perf.steps`).
-    - `tpot_slo_s`: weights the decode steps of answering requests.
+    - `tpot_slo_s`, `ttft_slo_s`: weight the delay of requests that answer and of those that reason.
     - `margin`: minimum saving of a migration, as a multiple of its transfer time. Two: once for the transfer,
       once more because the saving is a prediction while the transfer time is certain.
     - `pulls`, `pull_margin`: see `pulls.py`; `copy_ahead`: `copies.py`.
     - `tick_interval_s`: one second, as ARES (Algorithm 1, line 3).
     """
 
-    needs = (Fact.PROFILE, Fact.TPOT_SLO)
+    needs = (Fact.PROFILE, Fact.TPOT_SLO, Fact.TTFT_SLO)
     margin: float = parameter(
         2.0, "minimum saving of a migration, as a multiple of its transfer time", minimum=0.0
     )
@@ -54,10 +55,15 @@ class Tailrace(Policy):
     summary = "Tailrace's own: placement, moves and pulls under one cost, in predicted seconds"
 
     def __init__(
-        self, profile: Profile | None = None, *, tpot_slo_s: float = 0.15, **parameters: Value
+        self,
+        profile: Profile | None = None,
+        *,
+        tpot_slo_s: float = DEFAULT_TPOT_S,
+        ttft_slo_s: float = DEFAULT_TTFT_S,
+        **parameters: Value,
     ) -> None:
         super().__init__(**parameters)
-        self.costs = Costs(StepModel.of_profile(profile), tpot_slo_s)
+        self.costs = Costs(StepModel.of_profile(profile), tpot_slo_s, ttft_slo_s)
         self.offers = PerInstances(lambda: Offers(self.costs))
         self.copies = Copies(self.costs, self.pull_margin) if self.copy_ahead else None
         self.prefixes_period_s = PERIOD_S if self.copy_ahead else None
