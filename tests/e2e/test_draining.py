@@ -136,14 +136,20 @@ def test_streams_wait_elsewhere_if_other_workers_have_no_room(tmp_path: Path) ->
     try:
         fleet.start_control()
         for name in ("w0", "w1"):
-            # Room for two streams of some 530 tokens.
-            fleet.start_worker(name, ["--kv-blocks", "72", "--drain-timeout", "1"], wait=False)
+            # Room for two streams of some 1,030 tokens.
+            fleet.start_worker(name, ["--kv-blocks", "144", "--drain-timeout", "1"], wait=False)
         fleet.start_frontend("rust" if RUST_FRONT.exists() else "python")
         fleet.wait_instances(("w0", "w1"))
         chats = Chats(fleet.http)
-        expected = chats.run_all(PROMPTS, **OPTIONS)
-        streams = [chats.start(prompt, **OPTIONS) for prompt in PROMPTS]
-        wait_until(lambda: fleet.metric("w0", "tailrace_worker_requests") >= 4, "w0 to have its share")
+        options = {"max_tokens": 1_000, "extra_body": {"min_tokens": 1_000}}
+        expected = chats.run_all(PROMPTS, **options)
+        fleet.wait_idle()
+        streams = [chats.start(prompt, **options) for prompt in PROMPTS]
+        # Of two streams of w0 half as long as that, at most one finds room on w1, beside two others.
+        wait_until(
+            lambda: all(fleet.metric(name, "tailrace_worker_kv_blocks_used") >= 80 for name in ("w0", "w1")),
+            "streams that take much room",
+        )
         stop(fleet, ["w0"])
         check_answers(streams, expected)
         assert recoveries(fleet, "handed_back") > 0
