@@ -12,9 +12,9 @@ from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
-from tailrace.cli.request_pages import Listing, pages
+from tailrace.cli.request_pages import all_requests
 from tailrace.request_ids import matching
-from tailrace.v1.admin_pb2 import ListInstancesRequest
+from tailrace.v1.admin_pb2 import ListInstancesRequest, ListRequestsRequest
 from tailrace.v1.migration_pb2 import ListMigrationsRequest
 
 _MIGRATIONS: Final = 1_000
@@ -48,8 +48,8 @@ def describe(kind: str, name: str, output: Output, admin: str | None) -> None:
     with connect(admin) as connection, connection.errors(f"tailrace get {kind}s lists them"):
         found = _one(kind, name, list(_all(connection, kind)))
         if kind == "instance":
-            listing = Listing(instance_id=str(found["instance_id"]))
-            found["requests"] = [r.request_id for p in pages(connection.stub, listing) for r in p.requests]
+            here = ListRequestsRequest(instance_id=str(found["instance_id"]))
+            found["requests"] = [each.request_id for each in all_requests(connection.stub, here)]
         elif kind == "request":
             found["migrations"] = _migrations(connection, str(found["request_id"]))
     if output is Output.JSON:
@@ -66,7 +66,7 @@ def _all(admin: Admin, kind: str) -> Iterator[Plain]:
             to_plain, admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
         )
     elif kind == "request":
-        yield from (to_plain(r) for page in pages(admin.stub, Listing()) for r in page.requests)
+        yield from map(to_plain, all_requests(admin.stub, ListRequestsRequest()))
     else:
         yield from (each for each in _migrations(admin, "") if isinstance(each, dict))
 

@@ -25,7 +25,7 @@ from tailrace.cli.output import (
     require_terminal,
 )
 from tailrace.cli.plain import JsonValue, enum_word, enum_words, to_plain, to_plain_list
-from tailrace.cli.request_pages import Listing, pages
+from tailrace.cli.request_pages import all_requests, pages
 from tailrace.cli.tables import (
     INSTANCES,
     MIGRATIONS,
@@ -49,6 +49,7 @@ from tailrace.v1.admin_pb2 import (
     ListInstancesRequest,
     ListPoliciesRequest,
     ListProfilesRequest,
+    ListRequestsRequest,
     ListServicesRequest,
     ListStagesRequest,
     PolicyInfo,
@@ -165,27 +166,22 @@ def requests(
     If there are more than the limit, the last line, on stderr, says how many. Many requests are fetched in
     pages, each as of its own moment, and written as they arrive.
     """
-    most = (0 if output is Output.JSON else _ROWS) if limit is None else limit
-    listing = Listing(
-        instance, _PHASES[phase] if phase else Phase.PHASE_UNSPECIFIED, _ORDERS[sort], most or None
+    most = ((0 if output is Output.JSON else _ROWS) if limit is None else limit) or None
+    listing = ListRequestsRequest(
+        instance_id=instance, phase=_PHASES[phase] if phase else Phase.PHASE_UNSPECIFIED, order=_ORDERS[sort]
     )
     with connect(admin) as connection, connection.errors(_HINT):
+        stub = connection.stub
         if watch:
             _watch(
-                lambda: _requests_table(connection, listing, output),
-                lambda: {
-                    REQUESTS.name: to_plain_list(
-                        r for p in pages(connection.stub, listing) for r in p.requests
-                    )
-                },
+                lambda: _requests_table(connection, listing, most, output),
+                lambda: {REQUESTS.name: to_plain_list(all_requests(stub, listing, most))},
                 output,
             )
         elif output is Output.JSON:
-            print_json_list(
-                REQUESTS.name, (to_plain(r) for p in pages(connection.stub, listing) for r in p.requests)
-            )
+            print_json_list(REQUESTS.name, map(to_plain, all_requests(stub, listing, most)))
         else:
-            _print_requests(connection, listing, _requests_view(listing, output))
+            _print_requests(connection, listing, most, _requests_view(listing, output))
 
 
 @get.command(epilog="Example: tailrace get migrations --limit 5")
@@ -347,7 +343,7 @@ def _print_table(view: View[RowT], rows: Sequence[RowT]) -> None:
         click.echo(line)
 
 
-def _requests_view(listing: Listing, output: Output) -> View[RequestInfo]:
+def _requests_view(listing: ListRequestsRequest, output: Output) -> View[RequestInfo]:
     """Return REQUESTS with a caption that names the filters: other requests may be running."""
     phase = enum_word(Phase.DESCRIPTOR, listing.phase)
     where = f" on {listing.instance_id}" if listing.instance_id else ""
@@ -355,32 +351,34 @@ def _requests_view(listing: Listing, output: Output) -> View[RequestInfo]:
     return replace(view, empty=f"no requests are {f'in phase {phase}' if phase else 'running'}{where}")
 
 
-def _print_requests(admin: Admin, listing: Listing, view: View[RequestInfo]) -> None:
-    fetched = pages(admin.stub, listing)
+def _print_requests(
+    admin: Admin, listing: ListRequestsRequest, limit: int | None, view: View[RequestInfo]
+) -> None:
+    fetched = pages(admin.stub, listing, limit)
     first = next(fetched)
-    if first.last:
+    if not first.next_page_token:
         _print_table(view, first.requests)
-        shown, total = len(first.requests), first.total
+        shown, total = len(first.requests), first.total_size
     else:
         shown = total = 0
 
-        def rows() -> Iterator[list[RequestInfo]]:
+        def rows() -> Iterator[Sequence[RequestInfo]]:
             nonlocal shown, total
             for page in chain([first], fetched):
-                shown, total = shown + len(page.requests), page.total
+                shown, total = shown + len(page.requests), page.total_size
                 yield page.requests
 
         for line in lines(view, rows()):
             click.echo(line)
-    if listing.limit is not None and shown < total:
+    if limit is not None and shown < total:
         note(_more(shown, total))
 
 
-def _requests_table(admin: Admin, listing: Listing, output: Output) -> Table:
-    found = list(pages(admin.stub, listing))
+def _requests_table(admin: Admin, listing: ListRequestsRequest, limit: int | None, output: Output) -> Table:
+    found = list(pages(admin.stub, listing, limit))
     table = _requests_view(listing, output).table(request for page in found for request in page.requests)
-    shown, total = len(table.rows), found[-1].total
-    if listing.limit is not None and shown < total:
+    shown, total = len(table.rows), found[-1].total_size
+    if limit is not None and shown < total:
         table.caption, table.caption_justify = _more(shown, total), "left"
     return table
 

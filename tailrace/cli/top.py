@@ -35,7 +35,6 @@ from tailrace.cli.output import (
     require_terminal,
 )
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
-from tailrace.cli.request_pages import Listing, first_page
 from tailrace.cli.tables import (
     NOTHING,
     REQUEST,
@@ -50,6 +49,7 @@ from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
     ListPoliciesRequest,
+    ListRequestsRequest,
     RecentFigures,
     RequestInfo,
     RequestOrder,
@@ -61,7 +61,7 @@ _INTERVAL_S: Final = 1.0
 _RATE_WINDOW: Final = 5
 """Number of samples over which the token rate is computed."""
 _INSTANCES: Final = 32
-_OLDEST: Final = Listing(order=RequestOrder.REQUEST_ORDER_OLDEST, limit=20)
+_OLDEST: Final = ListRequestsRequest(order=RequestOrder.REQUEST_ORDER_OLDEST, page_size=20)
 _MIGRATIONS: Final = 5
 _BAR_WIDTH: Final = 20
 _ID_WIDTH: Final = 28
@@ -209,14 +209,14 @@ def _key(reading: bool, until_s: float) -> str:
 def _sample(admin: Admin) -> Sample:
     stub = admin.stub
     policies = stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
-    oldest = first_page(stub, _OLDEST)
+    oldest = stub.ListRequests(_OLDEST, timeout=CALL_TIMEOUT_S)
     fleet = stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S)
     return Sample(
         taken_s=time.monotonic(),
         policy=next((policy.name for policy in policies if policy.active), "-"),
         instances=tuple(fleet.instances),
         requests=tuple(oldest.requests),
-        requests_total=oldest.total,
+        requests_total=oldest.total_size,
         migrations=_recent(stub),
         recent=fleet.recent if fleet.HasField("recent") else None,
     )
