@@ -34,7 +34,7 @@ from examples.fifty_streams import run_all, variants
 from examples.fleet import Chat, exit_on_connection_error, kill_part, local_url, stream_chat
 from tailrace.local.plan import Tier
 from tailrace.local.process import PartFailed
-from tailrace.local.progress import PlainProgress, Step
+from tailrace.local.progress import Progress, Step
 from tailrace.local.restart import Restarter, find_parts
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 
@@ -257,7 +257,7 @@ class Campaign:
         )
 
 
-class _Silent(PlainProgress):
+class _Silent(Progress):
     def show(self, name: str, step: Step) -> None:
         """Show nothing: the table has it."""
 

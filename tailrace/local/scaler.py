@@ -23,7 +23,7 @@ from tailrace.local.change import with_options
 from tailrace.local.plan import DEVICES, PartSpec, ScaledModel
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports
 from tailrace.local.process import PartFailed, PartProcess, ask_to_stop, stop_part
-from tailrace.local.progress import PlainProgress
+from tailrace.local.progress import Progress
 from tailrace.local.restart import DRAIN_S, Restarter
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunState
 from tailrace.scaling import DesiredInstances, Need, Scaling
@@ -234,7 +234,7 @@ class Scaler:
             and not Path(certificate_folder(state.certificates, role.value, spec.name)).exists()
         ):
             certify(state.certificates, [Identity(role, spec.name)])
-        restarter = Restarter(self._folder, state, PlainProgress("tailrace scaler"))
+        restarter = Restarter(self._folder, state, Progress("tailrace scaler"))
         process = restarter.launch(spec)
         self._processes.append(process)
         self._watch(process.part, partial(self._see_in, restarter, process))

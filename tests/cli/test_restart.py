@@ -13,7 +13,7 @@ from examples import rolling_restart
 from tailrace.cli.main import main
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartProcess, stop_part
-from tailrace.local.progress import PlainProgress
+from tailrace.local.progress import Progress
 from tailrace.local.restart import Restarter, find_parts
 from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState, identify
 from tests.e2e.conftest import RUST_FRONT
@@ -56,7 +56,7 @@ async def test_nothing_stops_or_starts_that_cannot_be_recorded(tmp_path: Path) -
     spec = PartSpec("worker-0", Tier.WORKER, ["sleep", "60"], "")
     running = PartProcess(spec, folder.logs / "worker-0.log", {})
     state = RunState(admin="127.0.0.1:1", parts=[running.part])
-    restarter = Restarter(folder, state, PlainProgress())
+    restarter = Restarter(folder, state, Progress())
     try:
         with files_end_at(100):
             with pytest.raises(RunFolderUnusable, match="File too large"):
