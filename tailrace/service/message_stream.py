@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Generic, Protocol, Self, TypeVar, cast
 
 from google.protobuf.message import DecodeError
@@ -33,8 +34,8 @@ from tailrace.service.sockets import (
     listen_reason,
     probe_when_idle,
 )
-from tailrace.service.tasks import cancel, task_error
-from tailrace.telemetry.incidents import loop_failed, loop_named, unreadable
+from tailrace.service.tasks import cancel, run_once
+from tailrace.telemetry.incidents import loop_named, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -396,7 +397,6 @@ async def serve_streams(
     Yield HOST:PORT as listened on. At the end open streams are closed. An exception of `serve` is logged and
     ends its stream only. Raise ListenError.
     """
-    loop = asyncio.get_running_loop()
     host, _, port = listen.rpartition(":")
     serving: set[asyncio.Task[None]] = set()
 
@@ -407,21 +407,16 @@ async def serve_streams(
         finally:
             stream.close()
 
-    def done(task: asyncio.Task[None]) -> None:
-        serving.discard(task)
-        if (error := task_error(task)) is not None:
-            loop_failed(_LOOP, "", error)
-
     class Accepted(MessageStream[Received]):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             peer = str(transport.get_extra_info("peername"))
-            task = loop.create_task(run(self, peer), name="stream")
+            task = run_once(_LOOP, partial(run, self, peer))
             serving.add(task)
-            task.add_done_callback(done)
+            task.add_done_callback(serving.discard)
 
     try:
-        server = await loop.create_server(
+        server = await asyncio.get_running_loop().create_server(
             lambda: Accepted(received, max_message_bytes, access.transport.accept()),
             host.strip("[]"),
             int(port),
