@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,16 @@ from tailrace.security.roles import OPERATORS, Role
 from tailrace.security.transport import TlsTransport, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.suggestion import did_you_mean
+from tailrace.v1.admin_pb2 import (
+    InstanceInfo,
+    ListInstancesRequest,
+    ListPoliciesRequest,
+    ListServicesRequest,
+    PolicyInfo,
+    ServiceInfo,
+)
 from tailrace.v1.admin_pb2_grpc import AdminStub
+from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,6 +59,23 @@ class Admin:
         """Convert gRPC errors to one-line messages for the user."""
         with rpc_errors(self.address, hint, self._problem):
             yield
+
+    def instances(self) -> Sequence[InstanceInfo]:
+        """Return all instances."""
+        return self.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+
+    def services(self) -> Sequence[ServiceInfo]:
+        """Return all services."""
+        return self.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
+
+    def policies(self) -> Sequence[PolicyInfo]:
+        """Return the installed policies."""
+        return self.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+
+    def migrations(self, limit: int, request_id: str = "") -> Sequence[MigrationRecord]:
+        """Return the latest migrations, of one request if it is named."""
+        request = ListMigrationsRequest(request_id=request_id, limit=limit)
+        return self.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations
 
     def _problem(self) -> str:
         """Describe a problem with certificates as far as the client can detect it; empty: none."""

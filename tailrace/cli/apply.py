@@ -40,15 +40,7 @@ from tailrace.local.start import may_set_rights, own_settings, set_rights
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import given_objectives, objectives_message
 from tailrace.security.roles import Identity, Role
-from tailrace.v1.admin_pb2 import (
-    GetSloRequest,
-    ListInstancesRequest,
-    ListPoliciesRequest,
-    ListServicesRequest,
-    PolicyParameter,
-    SetPolicyRequest,
-    SetSloRequest,
-)
+from tailrace.v1.admin_pb2 import GetSloRequest, PolicyParameter, SetPolicyRequest, SetSloRequest
 
 _NOT_NOW: Final = "cannot be changed while the cluster runs; tailrace down, then tailrace up"
 
@@ -231,7 +223,7 @@ def _settings(source: FleetFile, address: str | None, model: ClusterOptions | No
         objectives = {**model.own.objectives}
     lines = []
     with connect(address, served) as admin, admin.errors():
-        policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+        policies = admin.policies()
         before = given_objectives(admin.stub.GetSlo(GetSloRequest(), timeout=CALL_TIMEOUT_S).slo)
     active = next((policy for policy in policies if policy.active), None)
     wanted = policy_text(name, given)
@@ -408,9 +400,8 @@ def _missing(
     running: set[str] = set()
     for cluster in clusters:
         with connect(cluster.address) as admin, admin.errors():
-            instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
-            services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
-        running |= {each.instance_id for each in instances} | {each.id for each in services}
+            running |= {each.instance_id for each in admin.instances()}
+            running |= {each.id for each in admin.services()}
     wanted: set[str] = set()
     for host, plan in plans(source, options, ANYWHERE).items():
         names = [part.name for part in plan.parts if part.tier is not Tier.ETCD]

@@ -8,14 +8,13 @@ from typing import Any, Final
 
 import click
 
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.admin import Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.cli.request_pages import all_requests
 from tailrace.request_ids import matching
-from tailrace.v1.admin_pb2 import ListInstancesRequest, ListRequestsRequest
-from tailrace.v1.migration_pb2 import ListMigrationsRequest
+from tailrace.v1.admin_pb2 import ListRequestsRequest
 
 _MIGRATIONS: Final = 1_000
 _KINDS: Final = {"instance": "instance_id", "request": "request_id", "migration": "migration_id"}
@@ -51,7 +50,8 @@ def describe(kind: str, name: str, output: Output, admin: str | None) -> None:
             here = ListRequestsRequest(instance_id=str(found["instance_id"]))
             found["requests"] = [each.request_id for each in all_requests(connection.stub, here)]
         elif kind == "request":
-            found["migrations"] = _migrations(connection, str(found["request_id"]))
+            of_request = connection.migrations(_MIGRATIONS, str(found["request_id"]))
+            found["migrations"] = to_plain_list(of_request)
     if output is Output.JSON:
         print_json({kind: found})
     else:
@@ -62,18 +62,11 @@ def describe(kind: str, name: str, output: Output, admin: str | None) -> None:
 def _all(admin: Admin, kind: str) -> Iterator[Plain]:
     """Yield all objects of a kind."""
     if kind == "instance":
-        yield from map(
-            to_plain, admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
-        )
+        yield from map(to_plain, admin.instances())
     elif kind == "request":
         yield from map(to_plain, all_requests(admin.stub, ListRequestsRequest()))
     else:
-        yield from (each for each in _migrations(admin, "") if isinstance(each, dict))
-
-
-def _migrations(admin: Admin, request_id: str) -> list[JsonValue]:
-    request = ListMigrationsRequest(request_id=request_id, limit=_MIGRATIONS)
-    return to_plain_list(admin.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)
+        yield from map(to_plain, admin.migrations(_MIGRATIONS))
 
 
 def _one(kind: str, name: str, found: Sequence[Plain]) -> Plain:

@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from tailrace.address import parse_address
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, address_option, connect, given_tls
+from tailrace.cli.admin import Admin, address_option, connect, given_tls
 from tailrace.cli.errors import CliError, Unreachable, UsageProblem
 from tailrace.cli.fleet_file import file_option, host_of, options_of, plans, read_fleet_file, require_alone
 from tailrace.cli.line_check import refusal
@@ -32,7 +32,6 @@ from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
 from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
 from tailrace.tiny import MODEL_PATH
-from tailrace.v1.admin_pb2 import ListInstancesRequest, ListPoliciesRequest, ListServicesRequest
 from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING
 
 # Of which one must lead.
@@ -264,8 +263,7 @@ def _fleet(
             yield from _services(admin, serves)
             if serves:
                 yield from _instances(admin)
-            policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
-            for policy in policies:
+            for policy in admin.policies():
                 if policy.active and policy.suspended:
                     mend = "tailrace set policy NAME lifts it; mend the policy, or set another"
                     yield Finding(f"policy {policy.name}", Verdict.PROBLEM, policy.suspended, mend)
@@ -283,7 +281,7 @@ def _fleet(
 
 
 def _services(admin: Admin, serves: bool) -> Iterator[Finding]:
-    services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
+    services = admin.services()
     for kind in _LED:
         if not any(service.leader for service in services if service.kind == kind):
             mend = f"start tailrace serve {kind}, or read its log"
@@ -299,7 +297,7 @@ def _services(admin: Admin, serves: bool) -> Iterator[Finding]:
 
 
 def _instances(admin: Admin) -> Iterator[Finding]:
-    instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+    instances = admin.instances()
     for instance in instances:
         if instance.state not in (INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING):
             mend = "read its log; it comes back by itself once it reports"

@@ -46,18 +46,14 @@ from tailrace.v1.admin_pb2 import (
     GetShadowRequest,
     GetSloRequest,
     InstanceInfo,
-    ListInstancesRequest,
-    ListPoliciesRequest,
     ListProfilesRequest,
     ListRequestsRequest,
-    ListServicesRequest,
     ListStagesRequest,
     PolicyInfo,
     PolicyParameter,
     RequestInfo,
     RequestOrder,
 )
-from tailrace.v1.migration_pb2 import ListMigrationsRequest
 from tailrace.v1.types_pb2 import Phase, Pool
 
 if TYPE_CHECKING:
@@ -113,14 +109,14 @@ def _watched(output: Callable[[F], F]) -> Callable[[F], F]:
 @_wide_options
 def instances(output: Output, watch: bool, admin: str | None) -> None:
     """Instances: state, pool, load by phase, KV use, migration method (-o json: with the reason)."""
-    _show(INSTANCES, _instances, output, watch, admin)
+    _show(INSTANCES, Admin.instances, output, watch, admin)
 
 
 @get.command(epilog="Example: tailrace get pools")
 @_options
 def pools(output: Output, watch: bool, admin: str | None) -> None:
     """The pool of each instance."""
-    _show(POOLS, _instances, output, watch, admin, plain=_plain_pools)
+    _show(POOLS, Admin.instances, output, watch, admin, plain=_plain_pools)
 
 
 @get.command(epilog="Example: tailrace get stages")
@@ -198,28 +194,14 @@ def requests(
 @_wide_options
 def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: str | None) -> None:
     """Migrations: rounds, bytes, pause in milliseconds and decode steps."""
-    request = ListMigrationsRequest(request_id=request_id, limit=limit)
-    _show(
-        MIGRATIONS,
-        lambda admin: admin.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations,
-        output,
-        watch,
-        admin,
-    )
+    _show(MIGRATIONS, lambda admin: admin.migrations(limit, request_id), output, watch, admin)
 
 
 @get.command(epilog="Example: tailrace get policies")
 @_options
 def policies(output: Output, watch: bool, admin: str | None) -> None:
     """Installed policies, and the active one with its parameters (-o json: all parameters)."""
-    _show(
-        POLICIES,
-        lambda admin: admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies,
-        output,
-        watch,
-        admin,
-        plain=_plain_policies,
-    )
+    _show(POLICIES, Admin.policies, output, watch, admin, plain=_plain_policies)
 
 
 @get.command(epilog="Example: tailrace get shadow")
@@ -278,17 +260,7 @@ def profiles(output: Output, watch: bool, admin: str | None) -> None:
 @_options
 def services(output: Output, watch: bool, admin: str | None) -> None:
     """Services, their addresses and which ones lead."""
-    _show(
-        SERVICES,
-        lambda admin: admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services,
-        output,
-        watch,
-        admin,
-    )
-
-
-def _instances(admin: Admin) -> Sequence[InstanceInfo]:
-    return admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+    _show(SERVICES, Admin.services, output, watch, admin)
 
 
 def _plain_policies(rows: Sequence[PolicyInfo]) -> list[JsonValue]:

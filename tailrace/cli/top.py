@@ -47,14 +47,12 @@ from tailrace.cli.tables import (
 from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
-    ListPoliciesRequest,
     ListRequestsRequest,
     RecentFigures,
     RequestInfo,
     RequestOrder,
 )
-from tailrace.v1.admin_pb2_grpc import AdminStub
-from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
+from tailrace.v1.migration_pb2 import MigrationRecord
 
 _INTERVAL_S: Final = 1.0
 _RATE_WINDOW: Final = 5
@@ -211,25 +209,23 @@ def _key(reading: bool, until_s: float) -> str:
 
 def _sample(admin: Admin) -> Sample:
     stub = admin.stub
-    policies = stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
     oldest = stub.ListRequests(_OLDEST, timeout=CALL_TIMEOUT_S)
     fleet = stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S)
     return Sample(
         taken_s=time.monotonic(),
-        policy=next((policy.name for policy in policies if policy.active), "-"),
+        policy=next((policy.name for policy in admin.policies() if policy.active), "-"),
         instances=tuple(fleet.instances),
         requests=tuple(oldest.requests),
         requests_total=oldest.total_size,
-        migrations=_recent(stub),
+        migrations=_recent(admin),
         recent=fleet.recent if fleet.HasField("recent") else None,
     )
 
 
-def _recent(stub: AdminStub) -> tuple[MigrationRecord, ...]:
+def _recent(admin: Admin) -> tuple[MigrationRecord, ...]:
     """Return the last migrations; none if no migration service responds, so that the rest is still shown."""
-    request = ListMigrationsRequest(limit=_MIGRATIONS_MAX)
     try:
-        return tuple(stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)
+        return tuple(admin.migrations(_MIGRATIONS_MAX))
     except grpc.RpcError as error:
         if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
             return ()
