@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+import grpc
 
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.bounded import shown
-from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
+from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_problem
 from tailrace.local.certificates import OPERATOR, certificate_folder
 from tailrace.local.state import RunFolderUnusable, RunState, find_state, none_here
 from tailrace.security.diagnosis import handshake_problem
@@ -30,8 +31,11 @@ from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
     ListPoliciesRequest,
+    ListRequestsReply,
+    ListRequestsRequest,
     ListServicesRequest,
     PolicyInfo,
+    RequestInfo,
     ServiceInfo,
 )
 from tailrace.v1.admin_pb2_grpc import AdminStub
@@ -44,6 +48,8 @@ _MODEL: Final = "tailrace.cli.admin.model"
 
 CALL_TIMEOUT_S: Final = 5.0
 """Deadline of all non-streaming calls, in seconds."""
+# Running requests are fetched so many at a time.
+_PAGE: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +62,11 @@ class Admin:
 
     @contextmanager
     def errors(self, hint: str = "") -> Iterator[None]:
-        """Convert gRPC errors to one-line messages for the user."""
-        with rpc_errors(self.address, hint, self._problem):
+        """Convert gRPC errors to one-line messages for the user. `hint`: what to do if the server refuses."""
+        try:
             yield
+        except grpc.RpcError as error:
+            raise rpc_problem(error, self.address, hint, self._problem) from error
 
     def instances(self) -> Sequence[InstanceInfo]:
         """Return all instances."""
@@ -76,6 +84,32 @@ class Admin:
         """Return the latest migrations, of one request if it is named."""
         request = ListMigrationsRequest(request_id=request_id, limit=limit)
         return self.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations
+
+    def request_pages(
+        self, listing: ListRequestsRequest, limit: int | None = None
+    ) -> Iterator[ListRequestsReply]:
+        """Yield the pages of a listing, at least one, with `limit` requests at most (None: all).
+
+        The last one has no `next_page_token`.
+        """
+        request, left = ListRequestsRequest(), limit
+        request.CopyFrom(listing)
+        while True:
+            request.page_size = _PAGE if left is None else min(left, _PAGE)
+            reply = self.stub.ListRequests(request, timeout=CALL_TIMEOUT_S)
+            if left is not None:
+                left = max(0, left - len(reply.requests))
+                if not left:
+                    reply.next_page_token = ""
+            yield reply
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
+
+    def requests(self, listing: ListRequestsRequest, limit: int | None = None) -> Iterator[RequestInfo]:
+        """Yield the requests on these pages, each as it arrives."""
+        for page in self.request_pages(listing, limit):
+            yield from page.requests
 
     def _problem(self) -> str:
         """Describe a problem with certificates as far as the client can detect it; empty: none."""

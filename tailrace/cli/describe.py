@@ -12,7 +12,6 @@ from tailrace.cli.admin import Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
-from tailrace.cli.request_pages import all_requests
 from tailrace.request_ids import matching
 from tailrace.v1.admin_pb2 import ListRequestsRequest
 
@@ -48,7 +47,7 @@ def describe(kind: str, name: str, output: Output, admin: str | None) -> None:
         found = _one(kind, name, list(_all(connection, kind)))
         if kind == "instance":
             here = ListRequestsRequest(instance_id=str(found["instance_id"]))
-            found["requests"] = [each.request_id for each in all_requests(connection.stub, here)]
+            found["requests"] = [each.request_id for each in connection.requests(here)]
         elif kind == "request":
             of_request = connection.migrations(_MIGRATIONS, str(found["request_id"]))
             found["migrations"] = to_plain_list(of_request)
@@ -64,7 +63,7 @@ def _all(admin: Admin, kind: str) -> Iterator[Plain]:
     if kind == "instance":
         yield from map(to_plain, admin.instances())
     elif kind == "request":
-        yield from map(to_plain, all_requests(admin.stub, ListRequestsRequest()))
+        yield from map(to_plain, admin.requests(ListRequestsRequest()))
     else:
         yield from map(to_plain, admin.migrations(_MIGRATIONS))
 

@@ -25,7 +25,6 @@ from tailrace.cli.output import (
     require_terminal,
 )
 from tailrace.cli.plain import JsonValue, enum_word, enum_words, to_plain, to_plain_list
-from tailrace.cli.request_pages import all_requests, pages
 from tailrace.cli.tables import (
     INSTANCES,
     MIGRATIONS,
@@ -167,15 +166,14 @@ def requests(
         instance_id=instance, phase=_PHASES[phase] if phase else Phase.PHASE_UNSPECIFIED, order=_ORDERS[sort]
     )
     with connect(admin) as connection, connection.errors(_HINT):
-        stub = connection.stub
         if watch:
             _watch(
                 lambda: _requests_table(connection, listing, most, output),
-                lambda: {REQUESTS.name: to_plain_list(all_requests(stub, listing, most))},
+                lambda: {REQUESTS.name: to_plain_list(connection.requests(listing, most))},
                 output,
             )
         elif output is Output.JSON:
-            print_json_list(REQUESTS.name, map(to_plain, all_requests(stub, listing, most)))
+            print_json_list(REQUESTS.name, map(to_plain, connection.requests(listing, most)))
         else:
             _print_requests(connection, listing, most, _requests_view(listing, output))
 
@@ -326,7 +324,7 @@ def _requests_view(listing: ListRequestsRequest, output: Output) -> View[Request
 def _print_requests(
     admin: Admin, listing: ListRequestsRequest, limit: int | None, view: View[RequestInfo]
 ) -> None:
-    fetched = pages(admin.stub, listing, limit)
+    fetched = admin.request_pages(listing, limit)
     first = next(fetched)
     if not first.next_page_token:
         _print_table(view, first.requests)
@@ -347,7 +345,7 @@ def _print_requests(
 
 
 def _requests_table(admin: Admin, listing: ListRequestsRequest, limit: int | None, output: Output) -> Table:
-    found = list(pages(admin.stub, listing, limit))
+    found = list(admin.request_pages(listing, limit))
     table = _requests_view(listing, output).table(request for page in found for request in page.requests)
     shown, total = len(table.rows), found[-1].total_size
     if limit is not None and shown < total:
