@@ -18,14 +18,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, Protocol, Self, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from tailrace.security.refusals import refusal
 from tailrace.security.roles import NoIdentity, Role
 from tailrace.security.session import TlsSession
-from tailrace.security.transport import PLAIN, Transport
+from tailrace.security.transport import Transport
 from tailrace.service.channels import format_error
 from tailrace.service.sockets import (
     ListenError,
@@ -72,15 +72,6 @@ class StreamBroken(ConnectionError):
 
 class StreamRefused(StreamBroken):
     """One end rejects the other's certificate, or does not speak TLS; the text says which."""
-
-
-class Message(Protocol):
-    """The interface of protobuf's generated classes."""
-
-    def SerializeToString(self) -> bytes: ...
-
-    @classmethod
-    def FromString(cls, data: bytes, /) -> Self: ...
 
 
 Received = TypeVar("Received", bound=Message)
@@ -380,29 +371,25 @@ class StreamAccess:
     refusal: Callable[[str], Message]
 
 
-OPEN_TO_ALL: Final = StreamAccess(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
-"""For streams without TLS: no client is refused."""
-
-
 @asynccontextmanager
 async def serve_streams(
     listen: str,
     received: type[Received],
     serve: Callable[[MessageStream[Received]], Awaitable[None]],
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    access: StreamAccess = OPEN_TO_ALL,
+    access: StreamAccess | None = None,
 ) -> AsyncIterator[str]:
     """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
 
     Yield HOST:PORT as listened on. At the end open streams are closed. An exception of `serve` is logged and
-    ends its stream only. Raise ListenError.
+    ends its stream only. `access` None: to everyone, without TLS. Raise ListenError.
     """
     host, _, port = listen.rpartition(":")
     serving: set[asyncio.Task[None]] = set()
 
     async def run(stream: MessageStream[Received], peer: str) -> None:
         try:
-            if await _admitted(stream, access, peer):
+            if access is None or await _admitted(stream, access, peer):
                 await serve(stream)
         finally:
             stream.close()
@@ -415,12 +402,12 @@ async def serve_streams(
             serving.add(task)
             task.add_done_callback(serving.discard)
 
+    def accept() -> Accepted:
+        tls = None if access is None else access.transport.accept()
+        return Accepted(received, max_message_bytes, tls)
+
     try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Accepted(received, max_message_bytes, access.transport.accept()),
-            host.strip("[]"),
-            int(port),
-        )
+        server = await asyncio.get_running_loop().create_server(accept, host.strip("[]"), int(port))
     except OSError as error:
         raise ListenError.of("--stream-port", listen, listen_reason(error)) from error
     try:
