@@ -14,8 +14,9 @@ import click
 
 from tailrace.address import parse_address
 from tailrace.cli.admin import Admin, address_option, connect, given_tls
-from tailrace.cli.errors import CliError, Unreachable, UsageProblem
+from tailrace.cli.errors import CliError, Unreachable
 from tailrace.cli.fleet_file import file_option, host_of, options_of, plans, read_fleet_file, require_alone
+from tailrace.cli.line import ranks_of
 from tailrace.cli.line_check import refusal
 from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.tables import instance_word
@@ -30,7 +31,7 @@ from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, v
 from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState, find_state
 from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
-from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
+from tailrace.service.vllm_line import VllmCommand, read_line
 from tailrace.tiny import MODEL_PATH
 from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING
 
@@ -103,10 +104,7 @@ def doctor(
         served = [
             ClusterOptions(line=line.without("model", "host", "port"), host=users, frontend_arguments=keys)
         ]
-        try:
-            ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
-        except VllmLineError as error:
-            raise UsageProblem(str(error)) from error
+        ranks = ranks_of(line)
     try:
         cluster = None if admin else find_state()
     except RunFolderUnusable as error:
