@@ -185,7 +185,7 @@ class Dispatcher:
             case "submit":
                 self._submit(front_end, message.submit)
             case "abort":
-                self._abort([RequestKey(front_end.client, handle) for handle in message.abort.handles])
+                self._free([RequestKey(front_end.client, each) for each in message.abort.handles], "aborted")
             case "adopt_reply":
                 self._imports.handle_adopt_reply(message.adopt_reply)
             case "release":
@@ -216,14 +216,7 @@ class Dispatcher:
 
     def give_up(self, key: RequestKey) -> None:
         """Free a request that cannot continue here, after its front end was told."""
-        self._pulls.drop([key])
-        self._engine.abort([key])
-        self._exports.request_aborted(key)
-        self._imports.request_aborted(key)
-        running = self._running.remove(key)
-        if running is not None:
-            self._metrics.finished["failed"] += 1
-            self._events.gone(running)
+        self._free([key], "failed")
 
     def front_end_gone(self, client: int) -> None:
         """Free all requests of a front end whose stream has ended."""
@@ -271,7 +264,7 @@ class Dispatcher:
         front_end.utility_calls += 1
         self._engine.utility(front_end.client, call.call_id, list(call.frames))
 
-    def _abort(self, keys: list[RequestKey]) -> None:
+    def _free(self, keys: list[RequestKey], outcome: str) -> None:
         self._pulls.drop(keys)
         self._engine.abort(keys)
         for key in keys:
@@ -279,7 +272,7 @@ class Dispatcher:
             self._imports.request_aborted(key)
             running = self._running.remove(key)
             if running is not None:
-                self._metrics.finished["aborted"] += 1
+                self._metrics.finished[outcome] += 1
                 self._events.gone(running)
 
     def _release(self, key: RequestKey, epoch: int) -> None:
@@ -287,7 +280,7 @@ class Dispatcher:
         epoch."""
         running = self._running.get(key)
         if not self._exports.handle_release(key, epoch) and running is not None and running.epoch == epoch:
-            self._abort([key])
+            self._free([key], "aborted")
 
 
 _HELLO_S: Final = 5.0
