@@ -13,7 +13,7 @@ from tailrace.local.certificates import OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Tier, waits_for_worker
 from tailrace.local.process import PartFailed, PartProcess, stop_part
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import active_in_all, wait_ready
+from tailrace.local.ready import active_instances, wait_ready
 from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState
 
 DRAIN_S: Final = 330.0
@@ -122,7 +122,7 @@ class Restarter:
 
     async def _active(self) -> dict[str, str]:
         """Return the incarnations of the active instances that are to stay."""
-        active = await active_in_all(self._state.admins, self._transport)
+        active = await active_instances(self._state.admins, self._transport)
         leaving = {part.name for part in self._state.parts if part.leaving}
         return {name: incarnation for name, incarnation in active.items() if name not in leaving}
 
@@ -154,7 +154,7 @@ class Restarter:
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while True:
-                    now = await active_in_all(self._state.admins, self._transport)
+                    now = await active_instances(self._state.admins, self._transport)
                     if expected <= now.keys() and not any(
                         now[name] == before.get(name) for name in spec.members
                     ):
