@@ -430,12 +430,6 @@ def _agreed(lines: Sequence[tuple[str, str]], problems: Sequence[str], dry_run: 
     return yes or click.confirm("Change this?")
 
 
-def _outermost_first(names: Sequence[str], state: RunState) -> list[str]:
-    """Return the parts in the order in which they stop: a front end finishes its streams on its workers."""
-    tiers = {part.name: [*Tier].index(Tier(part.tier)) for part in state.parts}
-    return sorted(names, key=lambda name: -tiers[name])
-
-
 async def _carry_out(
     changes: Changes,
     folder: RunFolder,
@@ -473,8 +467,10 @@ async def _carry_out(
         for spec in changes.changed:
             if spec.tier is not Tier.CONTROL:
                 await restarter.restart(spec.name, changed=spec)
-        for name in _outermost_first(changes.removed, state):
-            await restarter.remove(name)
+        # A front end finishes its streams on its workers.
+        gone = [part for part in state.parts if part.name in changes.removed]
+        for part in sorted(gone, key=lambda part: -part.place):
+            await restarter.remove(part.name)
     _note_admins(state, plan, options)
     # Last: what is interrupted before is carried out by the next apply.
     state.environment = dict(environment)

@@ -169,8 +169,7 @@ class Restarter:
 
 def find_parts(state: RunState) -> dict[str, Part]:
     """Return the parts by name, in the order of a rolling restart: dependencies first."""
-    order = {tier.value: number for number, tier in enumerate(Tier)}
-    return {part.name: part for part in sorted(state.staying, key=lambda part: order.get(part.tier, 0))}
+    return {part.name: part for part in sorted(state.staying, key=lambda part: part.place)}
 
 
 def _rotate(log: Path) -> None:

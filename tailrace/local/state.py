@@ -13,7 +13,7 @@ from typing import IO, Final, Self
 
 import msgspec
 
-from tailrace.local.plan import PartSpec, ScaledModel
+from tailrace.local.plan import PartSpec, ScaledModel, Tier
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -104,6 +104,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     spec: PartSpec | None = None
     # Whether the scaler has told it to stop, and it hands over its work.
     leaving: bool = False
+
+    @property
+    def place(self) -> int:
+        """Return the number of its tier, in the order in which tiers start; 0: one of another version."""
+        return next((number for number, tier in enumerate(Tier) if tier == self.tier), 0)
 
 
 class RunState(msgspec.Struct, kw_only=True):
