@@ -32,7 +32,7 @@ from worker_agent.engine.base import Engine, EngineStats, RequestStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
-from worker_agent.intra_switch import follow_batch_order
+from worker_agent.intra_switch import IntraSwitch
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.load import Heartbeats, MigrationLoad
@@ -159,7 +159,12 @@ class _WorkerBuilder:
         except RuntimeError as error:
             raise EngineStartError(f"{self._instance_id}: {error}") from error
         self._stack.push_async_callback(self._engine.stop)
-        follow_batch_order(self._settings.intra, self._engine.set_intra, self._service.members)
+        members = self._service.members
+        switch = IntraSwitch(
+            self._settings.intra, lambda: members.policy, lambda: members.slo, self._engine.set_intra
+        )
+        switch.update()
+        members.add_listener(switch.update)
 
     async def connect_kv(self) -> None:
         """Open the KV transport and prefix pulls over it. Raise EngineStartError."""
