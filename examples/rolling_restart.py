@@ -168,7 +168,7 @@ class Counters:
         self._addresses = {
             part.name: _after(part.spec.command, "--metrics")
             for part in state.parts
-            if part.tier == Tier.FRONTEND and part.spec is not None
+            if part.tier is Tier.FRONTEND
         }
 
     def read(self, metric: str) -> dict[str, float]:
@@ -238,7 +238,7 @@ class Campaign:
         before = {metric: self._counters.read(metric) for metric in (_ADOPTIONS, _RECOVERIES)}
         streams, own = self._load.streams, 0
         if self._kill:
-            own = open_connections(part, self._state.http) if part.tier == Tier.FRONTEND else 0
+            own = open_connections(part, self._state.http) if part.tier is Tier.FRONTEND else 0
             kill_part(part)
         durations = asyncio.run(self._restarter.restart(name))
         # Requests in progress when it exited must end correctly, too.

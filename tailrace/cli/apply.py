@@ -109,7 +109,7 @@ def _as_running(options: ClusterOptions, state: RunState) -> ClusterOptions:
         fronts = {
             part.spec.option("--front") or Front.PYTHON
             for part in state.parts
-            if part.spec and part.spec.tier is Tier.FRONTEND and part.name.startswith(name)
+            if part.tier is Tier.FRONTEND and part.name.startswith(name)
         }
         if model.front is not Front.AUTO or not fronts:
             return model
@@ -258,7 +258,7 @@ def _changed(parameters: Sequence[PolicyParameter]) -> dict[str, str]:
 def _environment(plan: Plan, state: RunState, options: ClusterOptions) -> Mapping[str, str]:
     """Return the environment of all parts; spans go on to the same monitor."""
     environment = dict(plan.environment)
-    monitors = [part.spec for part in state.parts if part.name == "monitor" and part.spec is not None]
+    monitors = [part.spec for part in state.parts if part.name == "monitor"]
     if options.traces == MONITOR_TRACES and not state.host and monitors and SPANS not in options.environment:
         environment[SPANS] = environment_of(options, monitors[0].address)[SPANS]
     return environment
@@ -269,7 +269,7 @@ def _schedulers(state: RunState, cluster: str, alive: bool = False) -> str:
     return ",".join(
         part.spec.address
         for part in state.parts
-        if part.spec is not None and _leads(part.spec, cluster) and (part.identity.alive() or not alive)
+        if _leads(part.spec, cluster) and (part.identity.alive() or not alive)
     )
 
 
@@ -299,11 +299,7 @@ def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Cha
     if not again:
         return changes
     untouched = {spec.name for spec in (*changes.added, *changes.changed)} | set(changes.removed)
-    rest = [
-        part.spec
-        for part in state.parts
-        if part.spec is not None and part.name in again and part.name not in untouched
-    ]
+    rest = [part.spec for part in state.parts if part.name in again and part.name not in untouched]
     return replace(
         changes, changed=[*changes.changed, *(spec for spec in rest if spec.tier is not Tier.ETCD)]
     )
@@ -316,8 +312,7 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
     for spec in changes.added:
         yield spec.name, "start"
     for spec in changes.changed:
-        before = old[spec.name]
-        differs = "" if before is None else differing(before.command, spec.command)
+        differs = differing(old[spec.name].command, spec.command)
         yield (
             spec.name,
             f"restart: {differs or ('it ended' if spec.name in ended else 'another environment')}",
@@ -328,7 +323,7 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
 
 def require_possible(changes: Changes, running: Sequence[Part]) -> None:
     """Raise UsageProblem for what cannot be changed part by part."""
-    specs = {part.name: part.spec for part in running if part.spec is not None}
+    specs = {part.name: part.spec for part in running}
     # With an edge, it has the address that front ends have without.
     ports = {spec.http: spec for spec in specs.values() if spec.http}
     for new in (*changes.added, *changes.changed):
@@ -354,9 +349,9 @@ def require_possible(changes: Changes, running: Sequence[Part]) -> None:
 
 def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     """Yield what would end streams."""
-    specs = {part.name: part.spec for part in running if part.spec is not None}
+    specs = {part.name: part.spec for part in running}
     # One that has ended has no requests.
-    workers = {part.name for part in running if part.tier == Tier.WORKER and part.identity.alive()}
+    workers = {part.name for part in running if part.tier is Tier.WORKER and part.identity.alive()}
     touched = {spec.name for spec in changes.changed} | set(changes.removed)
     for spec in changes.changed:
         old = specs[spec.name]
@@ -475,4 +470,4 @@ async def _carry_out(
     # Last: what is interrupted before is carried out by the next apply.
     state.environment = dict(environment)
     state.http, state.model = plan.http, options.served_name
-    state.workers = sum(len(part.spec.members) for part in state.parts if part.spec is not None)
+    state.workers = sum(len(part.spec.members) for part in state.parts)

@@ -169,7 +169,7 @@ def _flags(options: ClusterOptions) -> Iterator[Finding]:
 def _keys_of(state: RunState) -> Path | None:
     """Return the file of API keys that a process of this folder's cluster reads; None: none does."""
     for part in state.staying:
-        given = part.spec.option("--api-keys") if part.spec is not None else ""
+        given = part.spec.option("--api-keys")
         if given and part.identity.alive():
             return Path(state.directory, given)
     return None
@@ -189,9 +189,6 @@ def _has_ended(part: Part) -> Finding:
 def _consequences(part: Part, state: RunState) -> Iterator[str]:
     """Yield the subjects of what is found in the part's cluster because this process has ended."""
     spec = part.spec
-    if spec is None:
-        return
-    subjects: list[str] = []
     if spec.tier is Tier.WORKER:
         subjects = [*(f"instance {member}" for member in spec.members), "instances"]
     else:
@@ -211,7 +208,7 @@ def _schedulers(state: RunState) -> Iterator[tuple[str, PartSpec]]:
     """Yield the schedulers of this machine, each with the model whose own cluster it has, or empty."""
     models = _own_models(state)
     for part in state.parts:
-        if part.spec is not None and part.spec.kind == "scheduler":
+        if part.spec.kind == "scheduler":
             yield models.get(part.spec.address, ""), part.spec
 
 

@@ -70,13 +70,7 @@ class PartProcess:
         except OSError as error:
             # The program or the directory.
             raise PartFailed(f"{spec.name}: cannot run {error.filename}: {error.strerror}") from error
-        self.part = Part(
-            name=spec.name,
-            tier=spec.tier,
-            identity=identify(self._process.pid),
-            log=str(log),
-            spec=spec,
-        )
+        self.part = Part(identity=identify(self._process.pid), log=str(log), spec=spec)
 
     def check(self) -> None:
         """Raise PartFailed with the last lines of the log if the part has exited; PartRefused if because of

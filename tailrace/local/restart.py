@@ -61,8 +61,6 @@ class Restarter:
         """
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         spec = changed or part.spec
-        if spec is None:
-            raise PartFailed(f"{name} was started by another version; run tailrace down and tailrace up")
         before = await self._active()
         # What cannot be written now cannot be once the part has stopped.
         self._folder.write(self._state)

@@ -98,7 +98,7 @@ def freest(devices: Sequence[str], parts: Sequence[Part]) -> str:
     used = [
         gpu
         for part in parts
-        if part.spec is not None and part.identity.alive()
+        if part.identity.alive()
         for gpu in part.spec.environment.get(DEVICES, "").split(",")
     ]
     return min(devices, key=lambda place: sum(used.count(gpu) for gpu in place.split(",")))
@@ -290,7 +290,7 @@ class Scaler:
 
 def desired_instances(state: RunState) -> dict[str, float]:
     """Return the desired number of instances by model, of those whose leading scheduler answers."""
-    specs = {part.name: part.spec for part in state.parts if part.spec is not None}
+    specs = {part.name: part.spec for part in state.parts}
     names = {name for scaled in state.scaled for name in scaled.schedulers if name in specs}
     transport = transport_of(state.certificates, OPERATOR) if state.certificates else PLAIN
     context = transport.folder.current().client_context if isinstance(transport, TlsTransport) else None
