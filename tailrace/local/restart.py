@@ -69,7 +69,7 @@ class Restarter:
         process = self._start(spec)
         self._state.parts[number] = process.part
         self._record(process.part)
-        await self.use(process, spec, before)
+        await self.use(process, before)
         return Restarted(stopping_s, time.monotonic() - began_s)
 
     async def add(self, spec: PartSpec) -> None:
@@ -77,7 +77,7 @@ class Restarter:
         before = await self._active()
         process = self.launch(spec)
         try:
-            await self.use(process, spec, before)
+            await self.use(process, before)
         except PartFailed:
             await self.remove(spec.name, 0.0)
             raise
@@ -109,14 +109,14 @@ class Restarter:
         self._state.parts.remove(part)
         self._folder.write(self._state)
 
-    async def use(self, process: PartProcess, spec: PartSpec, before: Mapping[str, str]) -> None:
+    async def use(self, process: PartProcess, before: Mapping[str, str]) -> None:
         """Wait until a part that was started is ready, and all instances of `before`, which were active, are
         in use again. Raise PartFailed."""
         running = [part.name for part in self._state.staying if part.identity.alive()]
-        if waits_for_worker(spec, self._state.scaled, running):
+        if waits_for_worker(process.spec, self._state.scaled, running):
             return
         await wait_ready(process, self._progress, self._state.certificates)
-        await self._settle(spec, before)
+        await self._settle(process.spec, before)
 
     async def _active(self) -> dict[str, str]:
         """Return the incarnations of the active instances that are to stay."""

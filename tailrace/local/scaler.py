@@ -248,7 +248,7 @@ class Scaler:
     async def _see_in(self, restarter: Restarter, process: PartProcess) -> None:
         """Wait until a worker is in use; stop one that fails. The next round takes it off the list."""
         try:
-            await restarter.use(process, process.spec, {})
+            await restarter.use(process, {})
         except PartFailed as error:
             log.error("%s", error)
             await self._remove(process.part)
