@@ -88,38 +88,30 @@ def get() -> None:
     """Show the state of the cluster. With -o json: one object whose only key is the kind."""
 
 
-def _options(function: F) -> F:
-    return _watched(output_option())(function)
-
-
-def _wide_options(function: F) -> F:
-    """Add the options of a kind that has further columns."""
-    return _watched(output_option(Output.TABLE, Output.WIDE))(function)
-
-
-def _watched(output: Callable[[F], F]) -> Callable[[F], F]:
+def _options(*more: Output) -> Callable[[F], F]:
+    """Add the options of a kind. `more`: further values of -o."""
     watch = click.option(
         "-w", "--watch", is_flag=True, help="Refresh every second until Ctrl-C (-o json: one line each)."
     )
-    return lambda function: output(watch(admin_option(function)))
+    return lambda function: output_option(Output.TABLE, *more)(watch(admin_option(function)))
 
 
 @get.command(epilog="Example: tailrace get instances -o json")
-@_wide_options
+@_options(Output.WIDE)
 def instances(output: Output, watch: bool, admin: str | None) -> None:
     """Instances: state, pool, load by phase, KV use, migration method (-o json: with the reason)."""
     _show(INSTANCES, Admin.instances, output, watch, admin)
 
 
 @get.command(epilog="Example: tailrace get pools")
-@_options
+@_options()
 def pools(output: Output, watch: bool, admin: str | None) -> None:
     """The pool of each instance."""
     _show(POOLS, Admin.instances, output, watch, admin, plain=_plain_pools)
 
 
 @get.command(epilog="Example: tailrace get stages")
-@_options
+@_options()
 def stages(output: Output, watch: bool, admin: str | None) -> None:
     """Length ranges and the instances that serve them."""
     _show(
@@ -146,7 +138,7 @@ def stages(output: Output, watch: bool, admin: str | None) -> None:
     type=WholeRange(min=0),
     help=f"Maximum number; 0: all. Default: {_ROWS} in a table, all with -o json.",
 )
-@_wide_options
+@_options(Output.WIDE)
 def requests(
     instance: str,
     phase: str | None,
@@ -189,14 +181,14 @@ def requests(
 @click.option(
     "--limit", type=WholeRange(min=1), default=50, show_default=True, help="Maximum number, latest first."
 )
-@_wide_options
+@_options(Output.WIDE)
 def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: str | None) -> None:
     """Migrations: rounds, bytes, pause in milliseconds and decode steps."""
     _show(MIGRATIONS, lambda admin: admin.migrations(limit, request_id), output, watch, admin)
 
 
 @get.command(epilog="Example: tailrace get policies")
-@_options
+@_options()
 def policies(output: Output, watch: bool, admin: str | None) -> None:
     """Installed policies, and the active one with its parameters (-o json: all parameters)."""
     _show(POLICIES, Admin.policies, output, watch, admin, plain=_plain_policies)
@@ -242,7 +234,7 @@ def slo(output: Output, admin: str | None) -> None:
 
 
 @get.command(epilog="Example: tailrace get profiles -o json")
-@_options
+@_options()
 def profiles(output: Output, watch: bool, admin: str | None) -> None:
     """Measured profiles (tailrace profile), by kind of instance."""
     _show(
@@ -255,7 +247,7 @@ def profiles(output: Output, watch: bool, admin: str | None) -> None:
 
 
 @get.command(epilog="Example: tailrace get services")
-@_options
+@_options()
 def services(output: Output, watch: bool, admin: str | None) -> None:
     """Services, their addresses and which ones lead."""
     _show(SERVICES, Admin.services, output, watch, admin)
