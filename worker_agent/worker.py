@@ -41,7 +41,7 @@ from worker_agent.migration.copying import LinkBudget
 from worker_agent.migration.export_call import SourceLink
 from worker_agent.migration.source import Exports, MigrationParts
 from worker_agent.migration.target import Imports
-from worker_agent.prefixes import Copies, LoanLink, Loans, PromptLink, PullParts, Pulls
+from worker_agent.prefixes import Copies, LoanLink, Loans, PullParts, Pulls, prompt_of
 from worker_agent.profiling.probes import Probes, own_stats, without_probes
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import StepBounds, StepProgress, watch_progress
@@ -302,8 +302,8 @@ class _WorkerBuilder:
         """Serve gRPC and the streams of front ends. Raise ListenError."""
         transport = self._service.channels.transport
         loans = Loans(self._engine, self._info.kv_shape, self._transport, self._faults)
-        prompts = PromptLink(lambda address: self._service.channels.get(address, Role.WORKER))
-        copies = Copies(self._pulls, prompts, lambda: len(self._imports), self._metrics)
+        prompt = partial(prompt_of, self._service.channels)
+        copies = Copies(self._pulls, prompt, lambda: len(self._imports), self._metrics)
         servicers = [
             Servicer(
                 add_WorkerServicer_to_server,
