@@ -97,7 +97,7 @@ async def running_worker(
     `died` gets the reason when the engine fails for good or another worker takes over the id; the caller then
     exits the process. Raise IdInUse, EngineStartError, ListenError or StoreUnavailable.
     """
-    await wait_until_free(service.store, instance_id, settings.lease_ttl_s)
+    await wait_until_free(service.store, instance_id)
     async with AsyncExitStack() as stack:
         worker = _WorkerBuilder(instance_id, engine, service, memory, metrics, settings, died, stack)
         await worker.start_engine()
@@ -361,10 +361,10 @@ class _WorkerBuilder:
             # A profile from the command line takes precedence over measured ones.
             "" if self._settings.profile is not None else self._profiler.kind,
         )
-        store, lease_ttl_s = self._service.store, self._settings.lease_ttl_s
+        store = self._service.store
         # Loading a model takes minutes, in which another worker may have taken the id.
-        await wait_until_free(store, self._instance_id, lease_ttl_s, self._address)
-        registration = await register_instance(store, record, lease_ttl_s)
+        await wait_until_free(store, self._instance_id, own_address=self._address)
+        registration = await register_instance(store, record)
         registration.on_replaced(self._on_replaced)
         self._stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s", self._instance_id, self._info.model, self._address)
