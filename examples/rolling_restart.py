@@ -166,9 +166,7 @@ class Counters:
 
     def __init__(self, state: RunState) -> None:
         self._addresses = {
-            part.name: _after(part.spec.command, "--metrics")
-            for part in state.parts
-            if part.tier is Tier.FRONTEND
+            part.name: part.spec.option("--metrics") for part in state.parts if part.tier is Tier.FRONTEND
         }
 
     def read(self, metric: str) -> dict[str, float]:
@@ -191,10 +189,6 @@ def open_connections(part: Part, url: str) -> int:
         connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
         for connection in connections
     )
-
-
-def _after(command: Sequence[str], flag: str) -> str:
-    return command[list(command).index(flag) + 1]
 
 
 def _samples(address: str, metric: str) -> Iterator[float]:

@@ -28,7 +28,7 @@ from tailrace.local.restart import DRAIN_S, Restarter
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunState
 from tailrace.scaling import DesiredInstances, Need, Scaling
 from tailrace.security.roles import Identity, Role
-from tailrace.security.transport import PLAIN, TlsTransport
+from tailrace.security.transport import TlsTransport
 from tailrace.service.options import log_format_option
 from tailrace.service.probe import get_directly
 from tailrace.service.runtime import Shutdown, run_service
@@ -292,7 +292,7 @@ def desired_instances(state: RunState) -> dict[str, float]:
     """Return the desired number of instances by model, of those whose leading scheduler answers."""
     specs = {part.name: part.spec for part in state.parts}
     names = {name for scaled in state.scaled for name in scaled.schedulers if name in specs}
-    transport = transport_of(state.certificates, OPERATOR) if state.certificates else PLAIN
+    transport = transport_of(state.certificates, OPERATOR)
     context = transport.folder.current().client_context if isinstance(transport, TlsTransport) else None
     scheme = "http" if context is None else "https"
     told: dict[str, dict[str, float]] = {}
