@@ -34,7 +34,7 @@ from examples.fifty_streams import run_all, variants
 from examples.fleet import Chat, exit_on_connection_error, kill_part, local_url, stream_chat
 from tailrace.local.plan import Tier
 from tailrace.local.process import PartFailed
-from tailrace.local.progress import PlainProgress, Step
+from tailrace.local.progress import Progress, Step
 from tailrace.local.restart import Restarter, find_parts
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 
@@ -166,9 +166,7 @@ class Counters:
 
     def __init__(self, state: RunState) -> None:
         self._addresses = {
-            part.name: _after(part.spec.command, "--metrics")
-            for part in state.parts
-            if part.tier == Tier.FRONTEND and part.spec is not None
+            part.name: part.spec.option("--metrics") for part in state.parts if part.tier is Tier.FRONTEND
         }
 
     def read(self, metric: str) -> dict[str, float]:
@@ -191,10 +189,6 @@ def open_connections(part: Part, url: str) -> int:
         connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
         for connection in connections
     )
-
-
-def _after(command: Sequence[str], flag: str) -> str:
-    return command[list(command).index(flag) + 1]
 
 
 def _samples(address: str, metric: str) -> Iterator[float]:
@@ -238,7 +232,7 @@ class Campaign:
         before = {metric: self._counters.read(metric) for metric in (_ADOPTIONS, _RECOVERIES)}
         streams, own = self._load.streams, 0
         if self._kill:
-            own = open_connections(part, self._state.http) if part.tier == Tier.FRONTEND else 0
+            own = open_connections(part, self._state.http) if part.tier is Tier.FRONTEND else 0
             kill_part(part)
         durations = asyncio.run(self._restarter.restart(name))
         # Requests in progress when it exited must end correctly, too.
@@ -257,7 +251,7 @@ class Campaign:
         )
 
 
-class _Silent(PlainProgress):
+class _Silent(Progress):
     def show(self, name: str, step: Step) -> None:
         """Show nothing: the table has it."""
 

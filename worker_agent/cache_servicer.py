@@ -27,12 +27,6 @@ def update_of(book: CacheBook) -> cache_pb2.CacheUpdate:
     return cache_pb2.CacheUpdate(seq=seq, changes=_messages(changes))
 
 
-def listing_of(book: CacheBook | None, incarnation: str) -> cache_pb2.ListCacheReply:
-    """Return all cached blocks; none if `book` is None."""
-    seq, held = (0, []) if book is None else book.snapshot()
-    return cache_pb2.ListCacheReply(incarnation=incarnation, seq=seq, held=_messages(held))
-
-
 def _messages(changes: Sequence[Change]) -> list[cache_pb2.CacheChange]:
     return [
         cache_pb2.CacheChange(tier=_TIERS[change.tier], stored=change.stored, removed=change.removed)
@@ -59,7 +53,8 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         context: grpc.aio.ServicerContext[cache_pb2.ListCacheRequest, cache_pb2.ListCacheReply],
     ) -> cache_pb2.ListCacheReply:
         """List all cached blocks."""
-        return listing_of(self._book, self._own.incarnation)
+        seq, held = (0, []) if self._book is None else self._book.snapshot()
+        return cache_pb2.ListCacheReply(incarnation=self._own.incarnation, seq=seq, held=_messages(held))
 
     async def Lend(  # type: ignore[override]
         self,

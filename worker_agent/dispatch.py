@@ -28,37 +28,16 @@ from worker_agent.running_requests import RunningRequests
 log = logging.getLogger(__name__)
 
 
-class Suspects:
-    """Requests that may have crashed an engine, accepted from one front end at a time.
-
-    A front end submits one of its own suspects to an instance at a time (frontend_svc/recovery.py) but does
-    not know of other front ends' suspects. The worker does, and rejects a second front end's.
-    """
-
-    def __init__(self, running: RunningRequests) -> None:
-        self._running = running
-        self._suspects: set[RequestKey] = set()
-
-    def may_admit(self, client: int) -> bool:
-        """Return whether no other front end has a suspect here."""
-        self._suspects = {key for key in self._suspects if self._running.get(key) is not None}
-        return all(key.client == client for key in self._suspects)
-
-    def add(self, key: RequestKey) -> None:
-        """Add a suspect."""
-        self._suspects.add(key)
-
-    def clear(self, key: RequestKey) -> None:
-        """Remove a suspect that has proved harmless."""
-        self._suspects.discard(key)
-
-
 # Pending utility calls per front end.
 _UTILITY_CALLS_MAX: Final = 64
 
 
 class AdmissionControl:
-    """Accept or reject submissions before they reach the engine."""
+    """Accept or reject submissions before they reach the engine.
+
+    Suspects, which may have crashed an engine, are accepted from one front end at a time. A front end submits
+    one of its own to an instance at a time (frontend_svc/recovery.py) but does not know of other front ends'.
+    """
 
     def __init__(
         self,
@@ -74,7 +53,7 @@ class AdmissionControl:
         self._max_requests = max_requests
         self._drained = drained
         self._submit = submit
-        self.suspects = Suspects(running)
+        self._suspects: set[RequestKey] = set()
         self._front_ends = front_ends
         self._running = running
         self._metrics = metrics
@@ -114,7 +93,7 @@ class AdmissionControl:
                 time.monotonic(),
             )
             if submission.suspect:
-                self.suspects.add(submission.key)
+                self._suspects.add(submission.key)
             self._submit(submission)
         except Exception:
             # A bug must not break the stream that carries all other requests.
@@ -132,9 +111,17 @@ class AdmissionControl:
             return "an operator drains this instance"
         if len(self._running) >= self._max_requests:
             return f"{self._max_requests} requests are already here (--max-requests)"
-        if submission.suspect and not self.suspects.may_admit(submission.key.client):
+        if submission.suspect and self._has_suspect_of_others(submission.key.client):
             return "a suspect request of another front end is here"
         return None
+
+    def _has_suspect_of_others(self, client: int) -> bool:
+        self._suspects = {key for key in self._suspects if self._running.get(key) is not None}
+        return any(key.client != client for key in self._suspects)
+
+    def clear_suspect(self, key: RequestKey) -> None:
+        """Take a suspect for a request like others: it has proved harmless."""
+        self._suspects.discard(key)
 
 
 def _pull(submit: worker_pb2.Submit) -> Pull | None:
@@ -185,7 +172,7 @@ class Dispatcher:
             case "submit":
                 self._submit(front_end, message.submit)
             case "abort":
-                self._abort([RequestKey(front_end.client, handle) for handle in message.abort.handles])
+                self._free([RequestKey(front_end.client, each) for each in message.abort.handles], "aborted")
             case "adopt_reply":
                 self._imports.handle_adopt_reply(message.adopt_reply)
             case "release":
@@ -201,7 +188,7 @@ class Dispatcher:
                 self._utility(front_end, message.utility)
             case "cleared":
                 for handle in message.cleared.handles:
-                    self._admission.suspects.clear(RequestKey(front_end.client, handle))
+                    self._admission.clear_suspect(RequestKey(front_end.client, handle))
             case _:
                 # A heartbeat, or a message of a newer version.
                 return
@@ -216,14 +203,7 @@ class Dispatcher:
 
     def give_up(self, key: RequestKey) -> None:
         """Free a request that cannot continue here, after its front end was told."""
-        self._pulls.drop([key])
-        self._engine.abort([key])
-        self._exports.request_aborted(key)
-        self._imports.request_aborted(key)
-        running = self._running.remove(key)
-        if running is not None:
-            self._metrics.finished["failed"] += 1
-            self._events.gone(running)
+        self._free([key], "failed")
 
     def front_end_gone(self, client: int) -> None:
         """Free all requests of a front end whose stream has ended."""
@@ -271,7 +251,7 @@ class Dispatcher:
         front_end.utility_calls += 1
         self._engine.utility(front_end.client, call.call_id, list(call.frames))
 
-    def _abort(self, keys: list[RequestKey]) -> None:
+    def _free(self, keys: list[RequestKey], outcome: str) -> None:
         self._pulls.drop(keys)
         self._engine.abort(keys)
         for key in keys:
@@ -279,7 +259,7 @@ class Dispatcher:
             self._imports.request_aborted(key)
             running = self._running.remove(key)
             if running is not None:
-                self._metrics.finished["aborted"] += 1
+                self._metrics.finished[outcome] += 1
                 self._events.gone(running)
 
     def _release(self, key: RequestKey, epoch: int) -> None:
@@ -287,7 +267,7 @@ class Dispatcher:
         epoch."""
         running = self._running.get(key)
         if not self._exports.handle_release(key, epoch) and running is not None and running.epoch == epoch:
-            self._abort([key])
+            self._free([key], "aborted")
 
 
 _HELLO_S: Final = 5.0

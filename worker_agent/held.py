@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-from tailrace.service.tasks import cancel, task_error
-from tailrace.telemetry.incidents import loop_failed, loop_named
+from tailrace.service.tasks import cancel, run_once
+from tailrace.telemetry.incidents import loop_named
 from tailrace.v1 import worker_pb2
 from worker_agent.engine.base import Engine, Held, RequestKey
 from worker_agent.engine.errors import EngineRefusal
@@ -48,11 +49,11 @@ class HeldQueries:
 
     def answer(self, front_end: FrontEnd, query: worker_pb2.HeldQuery) -> None:
         """Answer once the engine has listed its requests."""
-        if front_end.client in self._answering:
-            return
-        task = asyncio.create_task(self._answer(front_end, query), name="held query")
-        self._answering[front_end.client] = task
-        task.add_done_callback(lambda done: self._done(front_end.client, done))
+        client = front_end.client
+        if client not in self._answering:
+            task = run_once(_LOOP, partial(self._answer, front_end, query))
+            self._answering[client] = task
+            task.add_done_callback(lambda _: self._answering.pop(client))
 
     async def close(self) -> None:
         """Cancel pending answers."""
@@ -93,8 +94,3 @@ class HeldQueries:
             return False
         # Only the export that paused it can resume it.
         return not held.paused or self._exporting(key)
-
-    def _done(self, client: int, task: asyncio.Task[None]) -> None:
-        del self._answering[client]
-        if (error := task_error(task)) is not None:
-            loop_failed(_LOOP, "", error)

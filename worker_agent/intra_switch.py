@@ -13,36 +13,42 @@ from tailrace.policy.parameters import NO_PARAMETERS, ParameterError, Value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, choose
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
-from tailrace.store.membership import Membership
 
 log = logging.getLogger(__name__)
 
 # Instead of a name: the fleet's policy determines the order, also when it is switched.
 BY_POLICY: Final = "policy"
 
-# Engine.set_intra.
-SetIntra: TypeAlias = Callable[[str, Mapping[str, Value], Slo], None]
 # An order's name and its parameters.
 Order: TypeAlias = tuple[str, Mapping[str, Value]]
 
 
 class IntraSwitch:
-    """Pass each change of the order to the engine once."""
+    """Set the engine's order, and set it again with each change of the order or of the SLOs behind it."""
 
-    def __init__(self, order: Callable[[], Order], slo: Callable[[], Slo], set_intra: SetIntra) -> None:
-        """`order()` returns the order to use now, `slo()` the deployment's SLOs."""
-        self._order = order
+    def __init__(
+        self,
+        intra: str,
+        policy: Callable[[], PolicyRecord | None],
+        slo: Callable[[], Slo],
+        set_intra: Callable[[str, Mapping[str, Value], Slo], None],
+    ) -> None:
+        """`intra`: an order, or BY_POLICY. `policy()` returns the fleet's current policy, `slo()` the
+        deployment's SLOs."""
+        self._intra = intra
+        self._policy = policy
         self._slo = slo
         self._set_intra = set_intra
         # With the facts that it depends on.
         self._present: tuple[Order, Mapping[str, object]] | None = None
+        self._unavailable: PolicyRecord | None = None
 
     def update(self) -> None:
         """Apply a change of order or SLOs. Parameters that this worker cannot use change nothing.
 
         Raise UnknownIntraError.
         """
-        order, slo = self._order(), self._slo()
+        order, slo = self._wanted(), self._slo()
         name, parameters = order
         requested = order, intra_facts(name, slo)
         if requested == self._present:
@@ -55,6 +61,21 @@ class IntraSwitch:
             log.error("cannot change the batch order: %s", error)
             return
         log.info("batch order: %r %s", name, dict(parameters))
+
+    def _wanted(self) -> Order:
+        """Return the order to serve in; the engine's own for a policy that is not installed here: then only
+        the scheduler's part of it is in effect."""
+        if self._intra != BY_POLICY:
+            return self._intra, NO_PARAMETERS
+        record = self._policy()
+        try:
+            return order_of_policy(record)
+        except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError, ParameterError) as error:
+            # Log once, not at every change in etcd.
+            if record != self._unavailable:
+                log.error("using the engine's own batch order, not that of the policy: %s", error)
+            self._unavailable = record
+            return ENGINE_ORDER, NO_PARAMETERS
 
 
 def order_of_policy(record: PolicyRecord | None) -> Order:
@@ -69,39 +90,3 @@ def order_of_policy(record: PolicyRecord | None) -> Order:
     accepted = {parameter.name for parameter in intra_parameters(choice.order)}
     values = {**choice.parameters, **record.parameters}
     return choice.order, {key: value for key, value in values.items() if key in accepted}
-
-
-class PolicyOrder:
-    """Follow the order of the fleet's current policy.
-
-    If the policy is installed on the scheduler but not here, only the scheduler's part of it is in effect.
-    """
-
-    def __init__(self, policy: Callable[[], PolicyRecord | None]) -> None:
-        """`policy()` returns the fleet's current policy."""
-        self._policy = policy
-        self._unavailable: PolicyRecord | None = None
-
-    def __call__(self) -> Order:
-        """Return the order to serve in; the engine's own for a policy that is not installed here."""
-        record = self._policy()
-        try:
-            return order_of_policy(record)
-        except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError, ParameterError) as error:
-            # Log once, not at every change in etcd.
-            if record != self._unavailable:
-                log.error("using the engine's own batch order, not that of the policy: %s", error)
-            self._unavailable = record
-            return ENGINE_ORDER, NO_PARAMETERS
-
-
-def follow_batch_order(intra: str, set_intra: SetIntra, membership: Membership) -> None:
-    """Set the order and keep it up to date with the SLOs, and with the policy if it is BY_POLICY.
-
-    Raise UnknownIntraError.
-    """
-    fixed: Order = (intra, NO_PARAMETERS)
-    order = PolicyOrder(lambda: membership.policy) if intra == BY_POLICY else lambda: fixed
-    switch = IntraSwitch(order, lambda: membership.slo, set_intra)
-    switch.update()
-    membership.add_listener(switch.update)

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +20,8 @@ from typing import Final
 import grpc
 
 from tailrace.perf.transfer_rate import TransferRate
-from tailrace.service.channels import decoded, format_error
+from tailrace.security.roles import Role
+from tailrace.service.channels import Channels, decoded, format_error
 from tailrace.service.tasks import cancel, run_to_completion, task_error
 from tailrace.telemetry.incidents import loop_failed, loop_named
 from tailrace.v1 import cache_pb2, cache_pb2_grpc
@@ -362,33 +363,31 @@ class PromptUnknown(Exception):
     """The holder has no such request, or is gone; the message says why."""
 
 
-class PromptLink:
-    """Fetches prompts from other workers."""
-
-    def __init__(self, channel: Callable[[str], grpc.aio.Channel]) -> None:
-        """`channel(address)`: returns a channel to a worker."""
-        self._channel = channel
-
-    async def prompt(self, address: str, request_id: str) -> Frames:
-        """Return a request as it was submitted to that worker. Raise PromptUnknown."""
-        stub = cache_pb2_grpc.CacheStub(self._channel(address))
-        try:
-            call = stub.Prompt(cache_pb2.PromptRequest(request_id=request_id), timeout=_PROMPT_S)
-            reply = decoded(await call, address)
-        except grpc.aio.AioRpcError as error:
-            raise PromptUnknown(format_error(error)) from error
-        return list(reply.frames)
+async def prompt_of(channels: Channels, address: str, request_id: str) -> Frames:
+    """Return a request as it was submitted to the worker at this address. Raise PromptUnknown."""
+    stub = cache_pb2_grpc.CacheStub(channels.get(address, Role.WORKER))
+    try:
+        call = stub.Prompt(cache_pb2.PromptRequest(request_id=request_id), timeout=_PROMPT_S)
+        reply = decoded(await call, address)
+    except grpc.aio.AioRpcError as error:
+        raise PromptUnknown(format_error(error)) from error
+    return list(reply.frames)
 
 
 class Copies:
     """The copies to this worker, at most one at a time."""
 
     def __init__(
-        self, pulls: Pulls, prompts: PromptLink, importing: Callable[[], int], metrics: WorkerMetrics
+        self,
+        pulls: Pulls,
+        prompt: Callable[[str, str], Awaitable[Frames]],
+        importing: Callable[[], int],
+        metrics: WorkerMetrics,
     ) -> None:
-        """`importing()`: returns the number of open migrations to this worker."""
+        """`prompt(address, request_id)`: as `prompt_of`; `importing()`: returns the number of open
+        migrations to this worker."""
         self._pulls = pulls
-        self._prompts = prompts
+        self._prompt = prompt
         self._importing = importing
         self._metrics = metrics
         self._copying = False
@@ -410,7 +409,7 @@ class Copies:
 
     async def _bring(self, request: cache_pb2.CopyRequest) -> PullOutcome:
         try:
-            frames = await self._prompts.prompt(request.holder_address, request.request_id)
+            frames = await self._prompt(request.holder_address, request.request_id)
         except PromptUnknown as error:
             return PullOutcome("gone", reason=str(error))
         holder = Pull(request.holder_instance_id, request.holder_address, request.tokens)

@@ -12,7 +12,7 @@ import msgspec
 
 from tailrace.records import InstanceRecord
 from tailrace.store.reading import UnreadableRecord, read_record
-from tailrace.store.registration import Registration, register
+from tailrace.store.registration import TTL_S, Registration, register
 from tailrace.store.store import Store
 from worker_agent.engine.base import EngineInfo
 
@@ -56,9 +56,9 @@ def instance_record(
     )
 
 
-async def register_instance(store: Store, record: InstanceRecord, ttl_s: float) -> Registration:
+async def register_instance(store: Store, record: InstanceRecord) -> Registration:
     """Register the worker; `withdraw()` of the result removes it. Raise StoreUnavailable."""
-    return await register(store, f"instances/{record.instance_id}", msgspec.json.encode(record), ttl_s)
+    return await register(store, f"instances/{record.instance_id}", msgspec.json.encode(record))
 
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,9 @@ class IdInUse(Exception):
     """Another worker with this id is alive; the message says which, and what to do."""
 
 
-async def wait_until_free(store: Store, instance_id: str, lease_ttl_s: float, own_address: str = "") -> None:
+async def wait_until_free(
+    store: Store, instance_id: str, lease_ttl_s: float = TTL_S, own_address: str = ""
+) -> None:
     """Wait until no living worker is registered under the id. Raise IdInUse or StoreUnavailable.
 
     A crashed worker stays registered until its lease ends. It counts as dead at once if its address refuses

@@ -103,14 +103,6 @@ class AnswerPace:
         self.count(output_tokens, now_s)
 
 
-def _default_reading_s() -> float:
-    return READING_S
-
-
-def _pace() -> AnswerPace:
-    return AnswerPace(READING_S)
-
-
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
     """What is kept of a request besides the engine's state: its identity, and how its answer could be
@@ -119,17 +111,17 @@ class RunningRequest:
     request_id: str
     frontend_id: str
     epoch: int
-    traceparent: str = ""
+    traceparent: str
     # When it arrived at its front end, on this machine's monotonic clock; None: not known.
-    arrived_s: float | None = None
-    pace: AnswerPace = field(default_factory=_pace, compare=False)
+    arrived_s: float | None
+    pace: AnswerPace = field(compare=False)
 
 
 class RunningRequests:
     """Track requests from submission or adoption until they end here. Touched a few times in a request's
     life."""
 
-    def __init__(self, reading_s: Callable[[], float] = _default_reading_s) -> None:
+    def __init__(self, reading_s: Callable[[], float] = lambda: READING_S) -> None:
         """`reading_s`: the users' reading pace in seconds per token. An answer keeps the pace at its
         request's arrival."""
         self._reading_s = reading_s

@@ -234,8 +234,6 @@ class WorkerSettings:
         "a minute.",
         is_flag=True,
     )
-    # Time to live of the etcd lease.
-    lease_ttl_s: float = 10.0
     # Timeout of an import whose request does not set one.
     import_timeout_s: float = 10.0
     # A source that is paused longer asks the front end whether to resume.

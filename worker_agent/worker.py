@@ -32,7 +32,7 @@ from worker_agent.engine.base import Engine, EngineStats, RequestStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
-from worker_agent.intra_switch import follow_batch_order
+from worker_agent.intra_switch import IntraSwitch
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.load import Heartbeats, MigrationLoad
@@ -41,7 +41,7 @@ from worker_agent.migration.copying import LinkBudget
 from worker_agent.migration.export_call import SourceLink
 from worker_agent.migration.source import Exports, MigrationParts
 from worker_agent.migration.target import Imports
-from worker_agent.prefixes import Copies, LoanLink, Loans, PromptLink, PullParts, Pulls
+from worker_agent.prefixes import Copies, LoanLink, Loans, PullParts, Pulls, prompt_of
 from worker_agent.profiling.probes import Probes, own_stats, without_probes
 from worker_agent.profiling.profiler import Profiler
 from worker_agent.progress import StepBounds, StepProgress, watch_progress
@@ -97,7 +97,7 @@ async def running_worker(
     `died` gets the reason when the engine fails for good or another worker takes over the id; the caller then
     exits the process. Raise IdInUse, EngineStartError, ListenError or StoreUnavailable.
     """
-    await wait_until_free(service.store, instance_id, settings.lease_ttl_s)
+    await wait_until_free(service.store, instance_id)
     async with AsyncExitStack() as stack:
         worker = _WorkerBuilder(instance_id, engine, service, memory, metrics, settings, died, stack)
         await worker.start_engine()
@@ -159,7 +159,12 @@ class _WorkerBuilder:
         except RuntimeError as error:
             raise EngineStartError(f"{self._instance_id}: {error}") from error
         self._stack.push_async_callback(self._engine.stop)
-        follow_batch_order(self._settings.intra, self._engine.set_intra, self._service.members)
+        members = self._service.members
+        switch = IntraSwitch(
+            self._settings.intra, lambda: members.policy, lambda: members.slo, self._engine.set_intra
+        )
+        switch.update()
+        members.add_listener(switch.update)
 
     async def connect_kv(self) -> None:
         """Open the KV transport and prefix pulls over it. Raise EngineStartError."""
@@ -297,8 +302,8 @@ class _WorkerBuilder:
         """Serve gRPC and the streams of front ends. Raise ListenError."""
         transport = self._service.channels.transport
         loans = Loans(self._engine, self._info.kv_shape, self._transport, self._faults)
-        prompts = PromptLink(lambda address: self._service.channels.get(address, Role.WORKER))
-        copies = Copies(self._pulls, prompts, lambda: len(self._imports), self._metrics)
+        prompt = partial(prompt_of, self._service.channels)
+        copies = Copies(self._pulls, prompt, lambda: len(self._imports), self._metrics)
         servicers = [
             Servicer(
                 add_WorkerServicer_to_server,
@@ -356,10 +361,10 @@ class _WorkerBuilder:
             # A profile from the command line takes precedence over measured ones.
             "" if self._settings.profile is not None else self._profiler.kind,
         )
-        store, lease_ttl_s = self._service.store, self._settings.lease_ttl_s
+        store = self._service.store
         # Loading a model takes minutes, in which another worker may have taken the id.
-        await wait_until_free(store, self._instance_id, lease_ttl_s, self._address)
-        registration = await register_instance(store, record, lease_ttl_s)
+        await wait_until_free(store, self._instance_id, own_address=self._address)
+        registration = await register_instance(store, record)
         registration.on_replaced(self._on_replaced)
         self._stack.push_async_callback(registration.withdraw)
         log.info("%s serves %s at %s", self._instance_id, self._info.model, self._address)

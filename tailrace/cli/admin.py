@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+import grpc
 
 from tailrace.address import MalformedAddress, parse_address
 from tailrace.bounded import shown
-from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_errors
+from tailrace.cli.errors import CliError, Unreachable, UsageProblem, rpc_problem
 from tailrace.local.certificates import OPERATOR, certificate_folder
 from tailrace.local.state import RunFolderUnusable, RunState, find_state, none_here
 from tailrace.security.diagnosis import handshake_problem
@@ -26,7 +27,19 @@ from tailrace.security.roles import OPERATORS, Role
 from tailrace.security.transport import TlsTransport, Transport
 from tailrace.service.channels import MESSAGE_BYTES_MAX
 from tailrace.suggestion import did_you_mean
+from tailrace.v1.admin_pb2 import (
+    InstanceInfo,
+    ListInstancesRequest,
+    ListPoliciesRequest,
+    ListRequestsReply,
+    ListRequestsRequest,
+    ListServicesRequest,
+    PolicyInfo,
+    RequestInfo,
+    ServiceInfo,
+)
 from tailrace.v1.admin_pb2_grpc import AdminStub
+from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,6 +48,8 @@ _MODEL: Final = "tailrace.cli.admin.model"
 
 CALL_TIMEOUT_S: Final = 5.0
 """Deadline of all non-streaming calls, in seconds."""
+# Running requests are fetched so many at a time.
+_PAGE: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +62,54 @@ class Admin:
 
     @contextmanager
     def errors(self, hint: str = "") -> Iterator[None]:
-        """Convert gRPC errors to one-line messages for the user."""
-        with rpc_errors(self.address, hint, self._problem):
+        """Convert gRPC errors to one-line messages for the user. `hint`: what to do if the server refuses."""
+        try:
             yield
+        except grpc.RpcError as error:
+            raise rpc_problem(error, self.address, hint, self._problem) from error
+
+    def instances(self) -> Sequence[InstanceInfo]:
+        """Return all instances."""
+        return self.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+
+    def services(self) -> Sequence[ServiceInfo]:
+        """Return all services."""
+        return self.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
+
+    def policies(self) -> Sequence[PolicyInfo]:
+        """Return the installed policies."""
+        return self.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+
+    def migrations(self, limit: int, request_id: str = "") -> Sequence[MigrationRecord]:
+        """Return the latest migrations, of one request if it is named."""
+        request = ListMigrationsRequest(request_id=request_id, limit=limit)
+        return self.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations
+
+    def request_pages(
+        self, listing: ListRequestsRequest, limit: int | None = None
+    ) -> Iterator[ListRequestsReply]:
+        """Yield the pages of a listing, at least one, with `limit` requests at most (None: all).
+
+        The last one has no `next_page_token`.
+        """
+        request, left = ListRequestsRequest(), limit
+        request.CopyFrom(listing)
+        while True:
+            request.page_size = _PAGE if left is None else min(left, _PAGE)
+            reply = self.stub.ListRequests(request, timeout=CALL_TIMEOUT_S)
+            if left is not None:
+                left = max(0, left - len(reply.requests))
+                if not left:
+                    reply.next_page_token = ""
+            yield reply
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
+
+    def requests(self, listing: ListRequestsRequest, limit: int | None = None) -> Iterator[RequestInfo]:
+        """Yield the requests on these pages, each as it arrives."""
+        for page in self.request_pages(listing, limit):
+            yield from page.requests
 
     def _problem(self) -> str:
         """Describe a problem with certificates as far as the client can detect it; empty: none."""

@@ -40,15 +40,7 @@ from tailrace.local.start import may_set_rights, own_settings, set_rights
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunFolderUnusable, RunState
 from tailrace.messages import given_objectives, objectives_message
 from tailrace.security.roles import Identity, Role
-from tailrace.v1.admin_pb2 import (
-    GetSloRequest,
-    ListInstancesRequest,
-    ListPoliciesRequest,
-    ListServicesRequest,
-    PolicyParameter,
-    SetPolicyRequest,
-    SetSloRequest,
-)
+from tailrace.v1.admin_pb2 import GetSloRequest, PolicyParameter, SetPolicyRequest, SetSloRequest
 
 _NOT_NOW: Final = "cannot be changed while the cluster runs; tailrace down, then tailrace up"
 
@@ -117,7 +109,7 @@ def _as_running(options: ClusterOptions, state: RunState) -> ClusterOptions:
         fronts = {
             part.spec.option("--front") or Front.PYTHON
             for part in state.parts
-            if part.spec and part.spec.tier is Tier.FRONTEND and part.name.startswith(name)
+            if part.tier is Tier.FRONTEND and part.name.startswith(name)
         }
         if model.front is not Front.AUTO or not fronts:
             return model
@@ -231,7 +223,7 @@ def _settings(source: FleetFile, address: str | None, model: ClusterOptions | No
         objectives = {**model.own.objectives}
     lines = []
     with connect(address, served) as admin, admin.errors():
-        policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
+        policies = admin.policies()
         before = given_objectives(admin.stub.GetSlo(GetSloRequest(), timeout=CALL_TIMEOUT_S).slo)
     active = next((policy for policy in policies if policy.active), None)
     wanted = policy_text(name, given)
@@ -266,7 +258,7 @@ def _changed(parameters: Sequence[PolicyParameter]) -> dict[str, str]:
 def _environment(plan: Plan, state: RunState, options: ClusterOptions) -> Mapping[str, str]:
     """Return the environment of all parts; spans go on to the same monitor."""
     environment = dict(plan.environment)
-    monitors = [part.spec for part in state.parts if part.name == "monitor" and part.spec is not None]
+    monitors = [part.spec for part in state.parts if part.name == "monitor"]
     if options.traces == MONITOR_TRACES and not state.host and monitors and SPANS not in options.environment:
         environment[SPANS] = environment_of(options, monitors[0].address)[SPANS]
     return environment
@@ -277,7 +269,7 @@ def _schedulers(state: RunState, cluster: str, alive: bool = False) -> str:
     return ",".join(
         part.spec.address
         for part in state.parts
-        if part.spec is not None and _leads(part.spec, cluster) and (part.identity.alive() or not alive)
+        if _leads(part.spec, cluster) and (part.identity.alive() or not alive)
     )
 
 
@@ -307,11 +299,7 @@ def _changes(plan: Plan, state: RunState, environment: Mapping[str, str]) -> Cha
     if not again:
         return changes
     untouched = {spec.name for spec in (*changes.added, *changes.changed)} | set(changes.removed)
-    rest = [
-        part.spec
-        for part in state.parts
-        if part.spec is not None and part.name in again and part.name not in untouched
-    ]
+    rest = [part.spec for part in state.parts if part.name in again and part.name not in untouched]
     return replace(
         changes, changed=[*changes.changed, *(spec for spec in rest if spec.tier is not Tier.ETCD)]
     )
@@ -324,8 +312,7 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
     for spec in changes.added:
         yield spec.name, "start"
     for spec in changes.changed:
-        before = old[spec.name]
-        differs = "" if before is None else differing(before.command, spec.command)
+        differs = differing(old[spec.name].command, spec.command)
         yield (
             spec.name,
             f"restart: {differs or ('it ended' if spec.name in ended else 'another environment')}",
@@ -336,7 +323,7 @@ def _lines(changes: Changes, state: RunState) -> Iterator[tuple[str, str]]:
 
 def require_possible(changes: Changes, running: Sequence[Part]) -> None:
     """Raise UsageProblem for what cannot be changed part by part."""
-    specs = {part.name: part.spec for part in running if part.spec is not None}
+    specs = {part.name: part.spec for part in running}
     # With an edge, it has the address that front ends have without.
     ports = {spec.http: spec for spec in specs.values() if spec.http}
     for new in (*changes.added, *changes.changed):
@@ -362,9 +349,9 @@ def require_possible(changes: Changes, running: Sequence[Part]) -> None:
 
 def dangers(changes: Changes, running: Sequence[Part]) -> Iterator[str]:
     """Yield what would end streams."""
-    specs = {part.name: part.spec for part in running if part.spec is not None}
+    specs = {part.name: part.spec for part in running}
     # One that has ended has no requests.
-    workers = {part.name for part in running if part.tier == Tier.WORKER and part.identity.alive()}
+    workers = {part.name for part in running if part.tier is Tier.WORKER and part.identity.alive()}
     touched = {spec.name for spec in changes.changed} | set(changes.removed)
     for spec in changes.changed:
         old = specs[spec.name]
@@ -408,9 +395,8 @@ def _missing(
     running: set[str] = set()
     for cluster in clusters:
         with connect(cluster.address) as admin, admin.errors():
-            instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
-            services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
-        running |= {each.instance_id for each in instances} | {each.id for each in services}
+            running |= {each.instance_id for each in admin.instances()}
+            running |= {each.id for each in admin.services()}
     wanted: set[str] = set()
     for host, plan in plans(source, options, ANYWHERE).items():
         names = [part.name for part in plan.parts if part.tier is not Tier.ETCD]
@@ -437,12 +423,6 @@ def _agreed(lines: Sequence[tuple[str, str]], problems: Sequence[str], dry_run: 
     if not yes and not sys.stdin.isatty():
         raise UsageProblem("--yes: needed where nobody can be asked")
     return yes or click.confirm("Change this?")
-
-
-def _outermost_first(names: Sequence[str], state: RunState) -> list[str]:
-    """Return the parts in the order in which they stop: a front end finishes its streams on its workers."""
-    tiers = {part.name: [*Tier].index(Tier(part.tier)) for part in state.parts}
-    return sorted(names, key=lambda name: -tiers[name])
 
 
 async def _carry_out(
@@ -482,10 +462,12 @@ async def _carry_out(
         for spec in changes.changed:
             if spec.tier is not Tier.CONTROL:
                 await restarter.restart(spec.name, changed=spec)
-        for name in _outermost_first(changes.removed, state):
-            await restarter.remove(name)
+        # A front end finishes its streams on its workers.
+        gone = [part for part in state.parts if part.name in changes.removed]
+        for part in sorted(gone, key=lambda part: -part.place):
+            await restarter.remove(part.name)
     _note_admins(state, plan, options)
     # Last: what is interrupted before is carried out by the next apply.
     state.environment = dict(environment)
     state.http, state.model = plan.http, options.served_name
-    state.workers = sum(len(part.spec.members) for part in state.parts if part.spec is not None)
+    state.workers = sum(len(part.spec.members) for part in state.parts)

@@ -8,14 +8,12 @@ from typing import Any, Final
 
 import click
 
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.admin import Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
-from tailrace.cli.request_pages import Listing, pages
 from tailrace.request_ids import matching
-from tailrace.v1.admin_pb2 import ListInstancesRequest
-from tailrace.v1.migration_pb2 import ListMigrationsRequest
+from tailrace.v1.admin_pb2 import ListRequestsRequest
 
 _MIGRATIONS: Final = 1_000
 _KINDS: Final = {"instance": "instance_id", "request": "request_id", "migration": "migration_id"}
@@ -48,10 +46,11 @@ def describe(kind: str, name: str, output: Output, admin: str | None) -> None:
     with connect(admin) as connection, connection.errors(f"tailrace get {kind}s lists them"):
         found = _one(kind, name, list(_all(connection, kind)))
         if kind == "instance":
-            listing = Listing(instance_id=str(found["instance_id"]))
-            found["requests"] = [r.request_id for p in pages(connection.stub, listing) for r in p.requests]
+            here = ListRequestsRequest(instance_id=str(found["instance_id"]))
+            found["requests"] = [each.request_id for each in connection.requests(here)]
         elif kind == "request":
-            found["migrations"] = _migrations(connection, str(found["request_id"]))
+            of_request = connection.migrations(_MIGRATIONS, str(found["request_id"]))
+            found["migrations"] = to_plain_list(of_request)
     if output is Output.JSON:
         print_json({kind: found})
     else:
@@ -62,18 +61,11 @@ def describe(kind: str, name: str, output: Output, admin: str | None) -> None:
 def _all(admin: Admin, kind: str) -> Iterator[Plain]:
     """Yield all objects of a kind."""
     if kind == "instance":
-        yield from map(
-            to_plain, admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
-        )
+        yield from map(to_plain, admin.instances())
     elif kind == "request":
-        yield from (to_plain(r) for page in pages(admin.stub, Listing()) for r in page.requests)
+        yield from map(to_plain, admin.requests(ListRequestsRequest()))
     else:
-        yield from (each for each in _migrations(admin, "") if isinstance(each, dict))
-
-
-def _migrations(admin: Admin, request_id: str) -> list[JsonValue]:
-    request = ListMigrationsRequest(request_id=request_id, limit=_MIGRATIONS)
-    return to_plain_list(admin.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)
+        yield from map(to_plain, admin.migrations(_MIGRATIONS))
 
 
 def _one(kind: str, name: str, found: Sequence[Plain]) -> Plain:

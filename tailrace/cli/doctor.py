@@ -13,9 +13,10 @@ from typing import Final
 import click
 
 from tailrace.address import parse_address
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, address_option, connect, given_tls
-from tailrace.cli.errors import CliError, Unreachable, UsageProblem
+from tailrace.cli.admin import Admin, address_option, connect, given_tls
+from tailrace.cli.errors import CliError, Unreachable
 from tailrace.cli.fleet_file import file_option, host_of, options_of, plans, read_fleet_file, require_alone
+from tailrace.cli.line import ranks_of
 from tailrace.cli.line_check import refusal
 from tailrace.cli.output import Output, note, output_option, print_json
 from tailrace.cli.tables import instance_word
@@ -30,9 +31,8 @@ from tailrace.local.requirements import INSTALL_VLLM, gpu_bytes, visible_gpus, v
 from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState, find_state
 from tailrace.numeric import WholeRange
 from tailrace.security.options import exposed
-from tailrace.service.vllm_line import VllmCommand, VllmLineError, read_line
+from tailrace.service.vllm_line import VllmCommand, read_line
 from tailrace.tiny import MODEL_PATH
-from tailrace.v1.admin_pb2 import ListInstancesRequest, ListPoliciesRequest, ListServicesRequest
 from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING
 
 # Of which one must lead.
@@ -104,10 +104,7 @@ def doctor(
         served = [
             ClusterOptions(line=line.without("model", "host", "port"), host=users, frontend_arguments=keys)
         ]
-        try:
-            ranks = line.count("tensor_parallel_size", 1) * line.count("pipeline_parallel_size", 1)
-        except VllmLineError as error:
-            raise UsageProblem(str(error)) from error
+        ranks = ranks_of(line)
     try:
         cluster = None if admin else find_state()
     except RunFolderUnusable as error:
@@ -172,7 +169,7 @@ def _flags(options: ClusterOptions) -> Iterator[Finding]:
 def _keys_of(state: RunState) -> Path | None:
     """Return the file of API keys that a process of this folder's cluster reads; None: none does."""
     for part in state.staying:
-        given = part.spec.option("--api-keys") if part.spec is not None else ""
+        given = part.spec.option("--api-keys")
         if given and part.identity.alive():
             return Path(state.directory, given)
     return None
@@ -192,9 +189,6 @@ def _has_ended(part: Part) -> Finding:
 def _consequences(part: Part, state: RunState) -> Iterator[str]:
     """Yield the subjects of what is found in the part's cluster because this process has ended."""
     spec = part.spec
-    if spec is None:
-        return
-    subjects: list[str] = []
     if spec.tier is Tier.WORKER:
         subjects = [*(f"instance {member}" for member in spec.members), "instances"]
     else:
@@ -214,7 +208,7 @@ def _schedulers(state: RunState) -> Iterator[tuple[str, PartSpec]]:
     """Yield the schedulers of this machine, each with the model whose own cluster it has, or empty."""
     models = _own_models(state)
     for part in state.parts:
-        if part.spec is not None and part.spec.kind == "scheduler":
+        if part.spec.kind == "scheduler":
             yield models.get(part.spec.address, ""), part.spec
 
 
@@ -264,8 +258,7 @@ def _fleet(
             yield from _services(admin, serves)
             if serves:
                 yield from _instances(admin)
-            policies = admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
-            for policy in policies:
+            for policy in admin.policies():
                 if policy.active and policy.suspended:
                     mend = "tailrace set policy NAME lifts it; mend the policy, or set another"
                     yield Finding(f"policy {policy.name}", Verdict.PROBLEM, policy.suspended, mend)
@@ -283,7 +276,7 @@ def _fleet(
 
 
 def _services(admin: Admin, serves: bool) -> Iterator[Finding]:
-    services = admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services
+    services = admin.services()
     for kind in _LED:
         if not any(service.leader for service in services if service.kind == kind):
             mend = f"start tailrace serve {kind}, or read its log"
@@ -299,7 +292,7 @@ def _services(admin: Admin, serves: bool) -> Iterator[Finding]:
 
 
 def _instances(admin: Admin) -> Iterator[Finding]:
-    instances = admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+    instances = admin.instances()
     for instance in instances:
         if instance.state not in (INSTANCE_STATE_ACTIVE, INSTANCE_STATE_DRAINING):
             mend = "read its log; it comes back by itself once it reports"

@@ -49,20 +49,12 @@ def file_errors(*problems: type[Exception], path: Path | None = None) -> Iterato
         raise CliError(f"{error.filename or path}: {error.strerror}") from error
 
 
-@contextmanager
-def rpc_errors(address: str, hint: str = "", diagnose: Callable[[], str] = str) -> Iterator[None]:
-    """Convert gRPC errors to CliErrors.
+def rpc_problem(error: grpc.RpcError, address: str, hint: str, diagnose: Callable[[], str]) -> CliError:
+    """Return what a gRPC error means.
 
     `address`: address of the admin API; `hint`: what to do if the server refuses; `diagnose`: returns the
     reason if the connection failed, "" if unknown.
     """
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise _translate(error, address, hint, diagnose) from error
-
-
-def _translate(error: grpc.RpcError, address: str, hint: str, diagnose: Callable[[], str]) -> CliError:
     if not isinstance(error, grpc.Call):
         return CliError(f"the admin API at {address} failed: {error}")
     code, details = error.code(), _without_field((error.details() or "").strip().rstrip("."))

@@ -25,7 +25,6 @@ from tailrace.cli.output import (
     require_terminal,
 )
 from tailrace.cli.plain import JsonValue, enum_word, enum_words, to_plain, to_plain_list
-from tailrace.cli.request_pages import Listing, pages
 from tailrace.cli.tables import (
     INSTANCES,
     MIGRATIONS,
@@ -46,17 +45,14 @@ from tailrace.v1.admin_pb2 import (
     GetShadowRequest,
     GetSloRequest,
     InstanceInfo,
-    ListInstancesRequest,
-    ListPoliciesRequest,
     ListProfilesRequest,
-    ListServicesRequest,
+    ListRequestsRequest,
     ListStagesRequest,
     PolicyInfo,
     PolicyParameter,
     RequestInfo,
     RequestOrder,
 )
-from tailrace.v1.migration_pb2 import ListMigrationsRequest
 from tailrace.v1.types_pb2 import Phase, Pool
 
 if TYPE_CHECKING:
@@ -92,38 +88,30 @@ def get() -> None:
     """Show the state of the cluster. With -o json: one object whose only key is the kind."""
 
 
-def _options(function: F) -> F:
-    return _watched(output_option())(function)
-
-
-def _wide_options(function: F) -> F:
-    """Add the options of a kind that has further columns."""
-    return _watched(output_option(Output.TABLE, Output.WIDE))(function)
-
-
-def _watched(output: Callable[[F], F]) -> Callable[[F], F]:
+def _options(*more: Output) -> Callable[[F], F]:
+    """Add the options of a kind. `more`: further values of -o."""
     watch = click.option(
         "-w", "--watch", is_flag=True, help="Refresh every second until Ctrl-C (-o json: one line each)."
     )
-    return lambda function: output(watch(admin_option(function)))
+    return lambda function: output_option(Output.TABLE, *more)(watch(admin_option(function)))
 
 
 @get.command(epilog="Example: tailrace get instances -o json")
-@_wide_options
+@_options(Output.WIDE)
 def instances(output: Output, watch: bool, admin: str | None) -> None:
     """Instances: state, pool, load by phase, KV use, migration method (-o json: with the reason)."""
-    _show(INSTANCES, _instances, output, watch, admin)
+    _show(INSTANCES, Admin.instances, output, watch, admin)
 
 
 @get.command(epilog="Example: tailrace get pools")
-@_options
+@_options()
 def pools(output: Output, watch: bool, admin: str | None) -> None:
     """The pool of each instance."""
-    _show(POOLS, _instances, output, watch, admin, plain=_plain_pools)
+    _show(POOLS, Admin.instances, output, watch, admin, plain=_plain_pools)
 
 
 @get.command(epilog="Example: tailrace get stages")
-@_options
+@_options()
 def stages(output: Output, watch: bool, admin: str | None) -> None:
     """Length ranges and the instances that serve them."""
     _show(
@@ -150,7 +138,7 @@ def stages(output: Output, watch: bool, admin: str | None) -> None:
     type=WholeRange(min=0),
     help=f"Maximum number; 0: all. Default: {_ROWS} in a table, all with -o json.",
 )
-@_wide_options
+@_options(Output.WIDE)
 def requests(
     instance: str,
     phase: str | None,
@@ -165,27 +153,21 @@ def requests(
     If there are more than the limit, the last line, on stderr, says how many. Many requests are fetched in
     pages, each as of its own moment, and written as they arrive.
     """
-    most = (0 if output is Output.JSON else _ROWS) if limit is None else limit
-    listing = Listing(
-        instance, _PHASES[phase] if phase else Phase.PHASE_UNSPECIFIED, _ORDERS[sort], most or None
+    most = ((0 if output is Output.JSON else _ROWS) if limit is None else limit) or None
+    listing = ListRequestsRequest(
+        instance_id=instance, phase=_PHASES[phase] if phase else Phase.PHASE_UNSPECIFIED, order=_ORDERS[sort]
     )
     with connect(admin) as connection, connection.errors(_HINT):
         if watch:
             _watch(
-                lambda: _requests_table(connection, listing, output),
-                lambda: {
-                    REQUESTS.name: to_plain_list(
-                        r for p in pages(connection.stub, listing) for r in p.requests
-                    )
-                },
+                lambda: _requests_table(connection, listing, most, output),
+                lambda: {REQUESTS.name: to_plain_list(connection.requests(listing, most))},
                 output,
             )
         elif output is Output.JSON:
-            print_json_list(
-                REQUESTS.name, (to_plain(r) for p in pages(connection.stub, listing) for r in p.requests)
-            )
+            print_json_list(REQUESTS.name, map(to_plain, connection.requests(listing, most)))
         else:
-            _print_requests(connection, listing, _requests_view(listing, output))
+            _print_requests(connection, listing, most, _requests_view(listing, output))
 
 
 @get.command(epilog="Example: tailrace get migrations --limit 5")
@@ -199,31 +181,17 @@ def requests(
 @click.option(
     "--limit", type=WholeRange(min=1), default=50, show_default=True, help="Maximum number, latest first."
 )
-@_wide_options
+@_options(Output.WIDE)
 def migrations(request_id: str, limit: int, output: Output, watch: bool, admin: str | None) -> None:
     """Migrations: rounds, bytes, pause in milliseconds and decode steps."""
-    request = ListMigrationsRequest(request_id=request_id, limit=limit)
-    _show(
-        MIGRATIONS,
-        lambda admin: admin.stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations,
-        output,
-        watch,
-        admin,
-    )
+    _show(MIGRATIONS, lambda admin: admin.migrations(limit, request_id), output, watch, admin)
 
 
 @get.command(epilog="Example: tailrace get policies")
-@_options
+@_options()
 def policies(output: Output, watch: bool, admin: str | None) -> None:
     """Installed policies, and the active one with its parameters (-o json: all parameters)."""
-    _show(
-        POLICIES,
-        lambda admin: admin.stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies,
-        output,
-        watch,
-        admin,
-        plain=_plain_policies,
-    )
+    _show(POLICIES, Admin.policies, output, watch, admin, plain=_plain_policies)
 
 
 @get.command(epilog="Example: tailrace get shadow")
@@ -266,7 +234,7 @@ def slo(output: Output, admin: str | None) -> None:
 
 
 @get.command(epilog="Example: tailrace get profiles -o json")
-@_options
+@_options()
 def profiles(output: Output, watch: bool, admin: str | None) -> None:
     """Measured profiles (tailrace profile), by kind of instance."""
     _show(
@@ -279,20 +247,10 @@ def profiles(output: Output, watch: bool, admin: str | None) -> None:
 
 
 @get.command(epilog="Example: tailrace get services")
-@_options
+@_options()
 def services(output: Output, watch: bool, admin: str | None) -> None:
     """Services, their addresses and which ones lead."""
-    _show(
-        SERVICES,
-        lambda admin: admin.stub.ListServices(ListServicesRequest(), timeout=CALL_TIMEOUT_S).services,
-        output,
-        watch,
-        admin,
-    )
-
-
-def _instances(admin: Admin) -> Sequence[InstanceInfo]:
-    return admin.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S).instances
+    _show(SERVICES, Admin.services, output, watch, admin)
 
 
 def _plain_policies(rows: Sequence[PolicyInfo]) -> list[JsonValue]:
@@ -347,7 +305,7 @@ def _print_table(view: View[RowT], rows: Sequence[RowT]) -> None:
         click.echo(line)
 
 
-def _requests_view(listing: Listing, output: Output) -> View[RequestInfo]:
+def _requests_view(listing: ListRequestsRequest, output: Output) -> View[RequestInfo]:
     """Return REQUESTS with a caption that names the filters: other requests may be running."""
     phase = enum_word(Phase.DESCRIPTOR, listing.phase)
     where = f" on {listing.instance_id}" if listing.instance_id else ""
@@ -355,32 +313,34 @@ def _requests_view(listing: Listing, output: Output) -> View[RequestInfo]:
     return replace(view, empty=f"no requests are {f'in phase {phase}' if phase else 'running'}{where}")
 
 
-def _print_requests(admin: Admin, listing: Listing, view: View[RequestInfo]) -> None:
-    fetched = pages(admin.stub, listing)
+def _print_requests(
+    admin: Admin, listing: ListRequestsRequest, limit: int | None, view: View[RequestInfo]
+) -> None:
+    fetched = admin.request_pages(listing, limit)
     first = next(fetched)
-    if first.last:
+    if not first.next_page_token:
         _print_table(view, first.requests)
-        shown, total = len(first.requests), first.total
+        shown, total = len(first.requests), first.total_size
     else:
         shown = total = 0
 
-        def rows() -> Iterator[list[RequestInfo]]:
+        def rows() -> Iterator[Sequence[RequestInfo]]:
             nonlocal shown, total
             for page in chain([first], fetched):
-                shown, total = shown + len(page.requests), page.total
+                shown, total = shown + len(page.requests), page.total_size
                 yield page.requests
 
         for line in lines(view, rows()):
             click.echo(line)
-    if listing.limit is not None and shown < total:
+    if limit is not None and shown < total:
         note(_more(shown, total))
 
 
-def _requests_table(admin: Admin, listing: Listing, output: Output) -> Table:
-    found = list(pages(admin.stub, listing))
+def _requests_table(admin: Admin, listing: ListRequestsRequest, limit: int | None, output: Output) -> Table:
+    found = list(admin.request_pages(listing, limit))
     table = _requests_view(listing, output).table(request for page in found for request in page.requests)
-    shown, total = len(table.rows), found[-1].total
-    if listing.limit is not None and shown < total:
+    shown, total = len(table.rows), found[-1].total_size
+    if limit is not None and shown < total:
         table.caption, table.caption_justify = _more(shown, total), "left"
     return table
 

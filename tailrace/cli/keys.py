@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+import msgspec
 from rich.table import Table
 
 from tailrace.brief_help import WholeGroup
@@ -92,8 +93,8 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
         before = tenant_keys.tenant(tenant)
         if no_key and before is None:
             raise UsageProblem(f"there is no tenant {tenant!r}")
-        fields = {} if before is None else {name: getattr(before, name) for name in before.__struct_fields__}
-        tenant_keys = tenant_keys.with_tenant(Tenant(**{**fields, "name": tenant, **changes}))
+        changed = msgspec.structs.replace(before or Tenant(name=tenant), **changes)
+        tenant_keys = tenant_keys.with_tenant(changed)
         key = ""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         tenant_keys = tenant_keys.with_edge_key(now)
@@ -122,10 +123,7 @@ def list_(file: Path, output: Output) -> None:
                     for key in tenant_keys.keys
                     if key.tenant
                 ],
-                "tenants": [
-                    {name: _json(getattr(tenant, name)) for name in tenant.__struct_fields__}
-                    for tenant in tenant_keys.tenants
-                ],
+                "tenants": [msgspec.structs.asdict(tenant) for tenant in tenant_keys.tenants],
             }
         )
         return
@@ -175,7 +173,3 @@ def _note_readers(file: Path) -> None:
     """Tell the operator if front ends may be unable to read the file. Raise OSError."""
     if problem := readers_problem(file):
         note(problem)
-
-
-def _json(value: object) -> Any:
-    return list(value) if isinstance(value, tuple) else value

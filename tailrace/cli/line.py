@@ -45,10 +45,7 @@ def with_line(options: ClusterOptions, arguments: Sequence[str]) -> ClusterOptio
     options = replace(options, model=model, line=line.without("model"), frontend_arguments=tuple(frontend))
     vllm = options.engine is Engine.VLLM
     tiny = TINY_ARGUMENTS if vllm and options.serves_tiny_model else ()
-    ranks = 1
-    if vllm:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            ranks *= count(options.line, name, 1)
+    ranks = ranks_of(options.line) if vllm else 1
     return replace(options, worker_arguments=(*tiny, *worker), ranks=ranks)
 
 
@@ -64,6 +61,11 @@ def arguments_of(flags: Mapping[str, object]) -> list[str]:
         each = value if isinstance(value, list) and f"--{flag}" in repeated else [value]
         arguments += [word for one in each for word in flag_arguments({flag: one})]
     return arguments
+
+
+def ranks_of(line: VllmLine) -> int:
+    """Return the number of devices of a worker. Raise UsageProblem."""
+    return count(line, "tensor_parallel_size", 1) * count(line, "pipeline_parallel_size", 1)
 
 
 def count(line: VllmLine, name: str, default: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,34 +22,53 @@ if TYPE_CHECKING:
 _SHARED_METRICS: Final = "PROMETHEUS_MULTIPROC_DIR"
 _UNWRITABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
+# The location of each command, and its line of help, so that neither help nor completion imports it.
+_COMMANDS: Final = {
+    "up": ("tailrace.cli.up:up", "Start a local cluster."),
+    "restart": ("tailrace.cli.restart:restart", "Restart processes of the local cluster while it serves."),
+    "down": ("tailrace.cli.down:down", "Stop the local cluster."),
+    "apply": ("tailrace.cli.apply:apply", "Bring a running cluster to what its fleet.yaml says."),
+    "render": ("tailrace.cli.render:render", "Make a folder for each host of a fleet.yaml."),
+    "config": ("tailrace.cli.config:config", "Check a fleet.yaml, or show what it means."),
+    "get": ("tailrace.cli.get:get", "Show instances, requests, migrations and more."),
+    "doctor": ("tailrace.cli.doctor:doctor", "Look for what this host or the fleet lacks."),
+    "describe": ("tailrace.cli.describe:describe", "Show all that is known of an instance or request."),
+    "logs": ("tailrace.cli.logs:logs", "Print the logs of the local cluster."),
+    "top": ("tailrace.cli.top:top", "Live view in the terminal."),
+    "migrate": ("tailrace.cli.migrate:migrate", "Migrate a running request to another instance."),
+    "drain": ("tailrace.cli.drain:drain", "Drain an instance, or undrain it."),
+    "rollout": ("tailrace.cli.rollout:rollout", "Roll out new weights of a model while it serves."),
+    "profile": ("tailrace.cli.profile:profile", "Profile the speed of an instance, for the policies."),
+    "set": ("tailrace.cli.set:set_", "Change policy, shadow policy, SLOs, pools and stages."),
+    "record": ("tailrace.cli.record:record", "Record the scheduler's inputs and decisions."),
+    "replay": ("tailrace.cli.replay:replay", "Replay a recording with the same policy, or another one."),
+    "trace": ("tailrace.cli.trace:trace", "Print the trace of one request as a tree."),
+    "serve": ("tailrace.cli.serve:serve", "Run one service."),
+    "certs": ("tailrace.cli.certs:certs", "Create and renew certificates."),
+    "keys": ("tailrace.cli.keys:keys", "Create, list and revoke users' API keys."),
+    "etcd-roles": ("tailrace.cli.etcd_roles:etcd_roles", "Show and set up each service's rights in etcd."),
+    "completion": (
+        "tailrace.cli.completion:completion",
+        "Print a script that completes commands in a shell.",
+    ),
+    "version": ("tailrace.cli.version:version", "Print versions."),
+}
 
-class LazyGroup(click.Group):
-    """A group of commands given by name: location (`module:attribute`) and one line of help.
+# Commands of other packages, such as the simulator; they are not imported here.
+_PLUGINS: Final = "tailrace.commands"
+_PLUGIN_HELP: Final = {
+    "simulate": "Run one policy on a workload in the simulator.",
+    "compare": "Compare several policies on workloads.",
+    "size": "Find how many instances a workload needs.",
+    "claims": "Reproduce the papers' claims in the simulator.",
+    "predictor": "Collect samples for, train and evaluate an output-length predictor.",
+    "validate": "Replay measured runs in the simulator and report its error.",
+}
 
-    Installed packages add commands with the entry-point group `plugins`. Those in `plugin_help` are listed
-    with that line and in that order, others after them with their location.
-    """
 
-    def __init__(
-        self,
-        *,
-        lazy: Mapping[str, tuple[str, str]],
-        plugins: str,
-        plugin_help: Mapping[str, str],
-        help: str,
-        epilog: str,
-    ) -> None:
-        shown = click.version_option(__version__, message="tailrace %(version)s")
-        super().__init__(
-            name="tailrace",
-            help=help,
-            epilog=epilog,
-            context_settings={"help_option_names": ["-h", "--help"]},
-        )
-        shown(self)
-        self._lazy = lazy
-        self._plugins = plugins
-        self._plugin_help = plugin_help
+class _Tailrace(click.Group):
+    """The commands of `_COMMANDS`, and those that installed packages add with entry points, which are listed
+    after them: first those in `_PLUGIN_HELP`, with its lines, then others with their location."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit. Output that cannot be written (a full disk), text that is not UTF-8 and a
@@ -93,22 +111,22 @@ class LazyGroup(click.Group):
         """Return the commands that begin so, without importing them."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        lines = {name: summary for name, (_, summary) in self._lazy.items()} | self._plugin_lines()
+        lines = {name: summary for name, (_, summary) in _COMMANDS.items()} | self._plugin_lines()
         return [
             CompletionItem(name, help=line) for name, line in lines.items() if name.startswith(incomplete)
         ]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the given order, that of a first session."""
-        return [*self._lazy, *self._plugin_lines()]
+        return [*_COMMANDS, *self._plugin_lines()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return the command, or None if there is no such name.
 
         Raise CliError if a plugin's command needs a package that is not installed.
         """
-        if cmd_name in self._lazy:
-            place = self._lazy[cmd_name][0]
+        if cmd_name in _COMMANDS:
+            place = _COMMANDS[cmd_name][0]
             module, _, attribute = place.partition(":")
             with collector_paused():
                 imported = import_module(module)
@@ -128,13 +146,13 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
-        lines = [(name, summary) for name, (_, summary) in self._lazy.items()]
+        lines = [(name, summary) for name, (_, summary) in _COMMANDS.items()]
         with formatter.section("Commands"):
             formatter.write_dl([*lines, *self._plugin_lines().items()])
 
     def _plugin_lines(self) -> dict[str, str]:
         points = self._points()
-        known = {name: line for name, line in self._plugin_help.items() if name in points}
+        known = {name: line for name, line in _PLUGIN_HELP.items() if name in points}
         return known | {name: points[name].value for name in sorted(points) if name not in known}
 
     def _points(self) -> dict[str, EntryPoint]:
@@ -142,8 +160,8 @@ class LazyGroup(click.Group):
         # Imported here, since no built-in command needs it.
         from importlib.metadata import entry_points
 
-        points = entry_points(group=self._plugins)
-        return {point.name: point for point in points if point.name not in self._lazy}
+        points = entry_points(group=_PLUGINS)
+        return {point.name: point for point in points if point.name not in _COMMANDS}
 
 
 def _open_standard_streams() -> None:
@@ -182,52 +200,12 @@ def _checked(command: object, module: str) -> click.Command:
     return command
 
 
-_COMMANDS = {
-    "up": ("tailrace.cli.up:up", "Start a local cluster."),
-    "restart": ("tailrace.cli.restart:restart", "Restart processes of the local cluster while it serves."),
-    "down": ("tailrace.cli.down:down", "Stop the local cluster."),
-    "apply": ("tailrace.cli.apply:apply", "Bring a running cluster to what its fleet.yaml says."),
-    "render": ("tailrace.cli.render:render", "Make a folder for each host of a fleet.yaml."),
-    "config": ("tailrace.cli.config:config", "Check a fleet.yaml, or show what it means."),
-    "get": ("tailrace.cli.get:get", "Show instances, requests, migrations and more."),
-    "doctor": ("tailrace.cli.doctor:doctor", "Look for what this host or the fleet lacks."),
-    "describe": ("tailrace.cli.describe:describe", "Show all that is known of an instance or request."),
-    "logs": ("tailrace.cli.logs:logs", "Print the logs of the local cluster."),
-    "top": ("tailrace.cli.top:top", "Live view in the terminal."),
-    "migrate": ("tailrace.cli.migrate:migrate", "Migrate a running request to another instance."),
-    "drain": ("tailrace.cli.drain:drain", "Drain an instance, or undrain it."),
-    "rollout": ("tailrace.cli.rollout:rollout", "Roll out new weights of a model while it serves."),
-    "profile": ("tailrace.cli.profile:profile", "Profile the speed of an instance, for the policies."),
-    "set": ("tailrace.cli.set:set_", "Change policy, shadow policy, SLOs, pools and stages."),
-    "record": ("tailrace.cli.record:record", "Record the scheduler's inputs and decisions."),
-    "replay": ("tailrace.cli.replay:replay", "Replay a recording with the same policy, or another one."),
-    "trace": ("tailrace.cli.trace:trace", "Print the trace of one request as a tree."),
-    "serve": ("tailrace.cli.serve:serve", "Run one service."),
-    "certs": ("tailrace.cli.certs:certs", "Create and renew certificates."),
-    "keys": ("tailrace.cli.keys:keys", "Create, list and revoke users' API keys."),
-    "etcd-roles": ("tailrace.cli.etcd_roles:etcd_roles", "Show and set up each service's rights in etcd."),
-    "completion": (
-        "tailrace.cli.completion:completion",
-        "Print a script that completes commands in a shell.",
-    ),
-    "version": ("tailrace.cli.version:version", "Print versions."),
-}
-
-# Commands of other packages, such as the simulator; they are not imported here.
-_PLUGINS = "tailrace.commands"
-_PLUGIN_HELP = {
-    "simulate": "Run one policy on a workload in the simulator.",
-    "compare": "Compare several policies on workloads.",
-    "size": "Find how many instances a workload needs.",
-    "claims": "Reproduce the papers' claims in the simulator.",
-    "predictor": "Collect samples for, train and evaluate an output-length predictor.",
-    "validate": "Replay measured runs in the simulator and report its error.",
-}
-
-main = LazyGroup(
-    lazy=_COMMANDS,
-    plugins=_PLUGINS,
-    plugin_help=_PLUGIN_HELP,
-    help="The control plane for a fleet of vLLM instances.",
+@click.group(
+    "tailrace",
+    cls=_Tailrace,
     epilog="Exit codes: 1 failure, 2 wrong usage, 3 no scheduler can be reached, or none leads: try again.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+@click.version_option(__version__, message="tailrace %(version)s")
+def main() -> None:
+    """The control plane for a fleet of vLLM instances."""

@@ -7,13 +7,13 @@ from typing import Final
 
 import click
 
-from tailrace.cli.admin import CALL_TIMEOUT_S, Admin, admin_option, connect
+from tailrace.cli.admin import Admin, admin_option, connect
 from tailrace.cli.errors import CliError
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import to_plain_list
 from tailrace.cli.tables import PROFILES
 from tailrace.numeric import Duration
-from tailrace.v1.admin_pb2 import AdminProfileRequest, ListInstancesRequest
+from tailrace.v1.admin_pb2 import AdminProfileRequest
 from tailrace.v1.profile_pb2 import MeasuredProfile
 from tailrace.v1.types_pb2 import INSTANCE_STATE_SUSPECT
 
@@ -59,9 +59,8 @@ def profile(
 
 def _one_of_each_kind(connection: Admin) -> Sequence[str]:
     """Return the least loaded instance of each kind. Raise CliError if there is none."""
-    reply = connection.stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S)
     first: dict[str, str] = {}
-    for info in sorted(reply.instances, key=lambda i: (i.running + i.waiting, i.instance_id)):
+    for info in sorted(connection.instances(), key=lambda i: (i.running + i.waiting, i.instance_id)):
         if info.state != INSTANCE_STATE_SUSPECT and info.profile_kind:
             first.setdefault(info.profile_kind, info.instance_id)
     if not first:

@@ -47,9 +47,7 @@ def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
             if unknown:
                 raise CliError(f"no process {', '.join(map(shown, unknown))}; there are {', '.join(parts)}")
             asyncio.run(_restart(folder, state, names or tuple(parts), timeout_s))
-    except (RunFolderBusy, RunFolderUnusable) as error:
-        raise CliError(str(error)) from error
-    except PartFailed as error:
+    except (RunFolderBusy, RunFolderUnusable, PartFailed) as error:
         raise CliError(str(error)) from error
 
 

@@ -29,6 +29,7 @@ from tailrace.v1.types_pb2 import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 RowT = TypeVar("RowT", bound=Message)
@@ -49,6 +50,8 @@ class Column(Generic[RowT]):
     figure: bool = False
     # Whether the text may have several lines.
     lines: bool = False
+    # What a table shows instead of the text.
+    drawn: Callable[[RowT], RenderableType] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class View(Generic[RowT]):
     columns: Sequence[Column[RowT]]
     empty: str
     more: Sequence[Column[RowT]] = ()
+
+    def some(self, *headings: str) -> list[Column[RowT]]:
+        """Return its columns with these headings."""
+        columns = {column.heading: column for column in self.columns}
+        return [columns[heading] for heading in headings]
 
     def wide(self) -> View[RowT]:
         """Return the view with all columns."""
@@ -81,8 +89,10 @@ class View(Generic[RowT]):
         return full_width(table)
 
 
-def _cell(column: Column[RowT], row: RowT) -> str:
-    """Return a text that acts on no terminal."""
+def _cell(column: Column[RowT], row: RowT) -> RenderableType:
+    """Return what is shown of a row, if a text, one that acts on no terminal."""
+    if column.drawn is not None:
+        return column.drawn(row)
     text = column.text(row)
     return "\n".join(map(printable, text.split("\n"))) if column.lines else printable(text)
 

@@ -12,7 +12,7 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import click
@@ -28,41 +28,38 @@ from tailrace.cli.output import (
     Output,
     console,
     fit,
-    full_width,
     output_option,
     print_figures,
     print_json,
     require_terminal,
 )
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
-from tailrace.cli.request_pages import Listing, first_page
 from tailrace.cli.tables import (
+    INSTANCES,
+    MIGRATIONS,
     NOTHING,
     REQUEST,
+    REQUESTS,
     SHRINKING,
-    bytes_text,
-    instance_word,
-    migration_word,
-    phase_word,
-    pool_word,
+    Column,
+    View,
 )
 from tailrace.v1.admin_pb2 import (
     InstanceInfo,
     ListInstancesRequest,
-    ListPoliciesRequest,
+    ListRequestsRequest,
     RecentFigures,
     RequestInfo,
     RequestOrder,
 )
-from tailrace.v1.admin_pb2_grpc import AdminStub
-from tailrace.v1.migration_pb2 import ListMigrationsRequest, MigrationRecord
+from tailrace.v1.migration_pb2 import MigrationRecord
 
 _INTERVAL_S: Final = 1.0
 _RATE_WINDOW: Final = 5
 """Number of samples over which the token rate is computed."""
-_INSTANCES: Final = 32
-_OLDEST: Final = Listing(order=RequestOrder.REQUEST_ORDER_OLDEST, limit=20)
-_MIGRATIONS: Final = 5
+_INSTANCES_MAX: Final = 32
+_OLDEST: Final = ListRequestsRequest(order=RequestOrder.REQUEST_ORDER_OLDEST, page_size=20)
+_MIGRATIONS_MAX: Final = 5
 _BAR_WIDTH: Final = 20
 _ID_WIDTH: Final = 28
 _SHRINKING: Final = {**SHRINKING, "MIGRATION OF": SHRINKING[REQUEST], "KV": 2}
@@ -74,6 +71,10 @@ _SORT: Final = "s"
 
 def _kv_share(instance: InstanceInfo) -> float:
     return instance.kv_blocks_used / max(1, instance.kv_blocks_total)
+
+
+def _kv_bar(instance: InstanceInfo) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=_kv_share(instance), width=_BAR_WIDTH)
 
 
 def _missed(instance: InstanceInfo) -> float:
@@ -208,25 +209,23 @@ def _key(reading: bool, until_s: float) -> str:
 
 def _sample(admin: Admin) -> Sample:
     stub = admin.stub
-    policies = stub.ListPolicies(ListPoliciesRequest(), timeout=CALL_TIMEOUT_S).policies
-    oldest = first_page(stub, _OLDEST)
+    oldest = stub.ListRequests(_OLDEST, timeout=CALL_TIMEOUT_S)
     fleet = stub.ListInstances(ListInstancesRequest(), timeout=CALL_TIMEOUT_S)
     return Sample(
         taken_s=time.monotonic(),
-        policy=next((policy.name for policy in policies if policy.active), "-"),
+        policy=next((policy.name for policy in admin.policies() if policy.active), "-"),
         instances=tuple(fleet.instances),
         requests=tuple(oldest.requests),
-        requests_total=oldest.total,
-        migrations=_recent(stub),
+        requests_total=oldest.total_size,
+        migrations=_recent(admin),
         recent=fleet.recent if fleet.HasField("recent") else None,
     )
 
 
-def _recent(stub: AdminStub) -> tuple[MigrationRecord, ...]:
+def _recent(admin: Admin) -> tuple[MigrationRecord, ...]:
     """Return the last migrations; none if no migration service responds, so that the rest is still shown."""
-    request = ListMigrationsRequest(limit=_MIGRATIONS)
     try:
-        return tuple(stub.ListMigrations(request, timeout=CALL_TIMEOUT_S).migrations)
+        return tuple(admin.migrations(_MIGRATIONS_MAX))
     except grpc.RpcError as error:
         if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
             return ()
@@ -262,11 +261,13 @@ def frame(history: deque[Sample], width: int | None = None, sort: str = "name") 
         f"  policy {now.policy}  instances {len(now.instances)}  requests {now.requests_total}"
         f"  {sum(rates.values()):.0f} tokens/s",
     )
-    tables = [_instances(now, rates, sort), _requests(now), _recent_migrations(now)]
-    for table in tables:
-        if width is None:
-            full_width(table)
-        else:
+    tables = [
+        _with_more(_instances(rates).table(_shown(now.instances, rates, sort)), len(now.instances)),
+        _with_more(_REQUESTS.table(now.requests), now.requests_total),
+        _RECENT_MIGRATIONS.table(now.migrations),
+    ]
+    if width is not None:
+        for table in tables:
             fit(table, width, _SHRINKING)
     # A table without rows is only in the way.
     shown = [part for table in tables if table.row_count for part in (Text(), table)]
@@ -324,90 +325,49 @@ def token_rates(first: Sample, last: Sample) -> dict[str, float]:
     return rates
 
 
-def _grid(*headings: tuple[str, bool]) -> Table:
-    """Create a table without borders; `headings`: pairs of (heading, whether it is right-aligned)."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, figures in headings:
-        table.add_column(heading, justify="right" if figures else "left", no_wrap=True)
-    return table
-
-
-def _instances(sample: Sample, rates: dict[str, float], sort: str) -> Table:
+def _instances(rates: Mapping[str, float]) -> View[InstanceInfo]:
     # The most asked for first: a narrow view leaves columns out from the right.
-    table = _grid(
-        ("INSTANCE", False),
-        ("STATE", False),
-        ("KV", False),
-        ("", True),
-        ("RUN", True),
-        ("WAIT", True),
-        ("TTFT MS", True),
-        ("TPOT MS", True),
-        ("SLO", True),
-        ("MOVES", True),
-        ("TOKENS/S", True),
-        ("MS/TOKEN", True),
-        ("POOL", False),
-        ("PREFILL", True),
-        ("REASON", True),
-        ("ANSWER", True),
+    columns = (
+        *INSTANCES.some("INSTANCE", "STATE"),
+        Column("KV", lambda i: "", drawn=_kv_bar),
+        Column("", lambda i: f"{100 * _kv_share(i):.0f}%", figure=True),
+        *INSTANCES.some("RUN", "WAIT"),
+        Column("TTFT MS", lambda i: _ttft(i.recent), figure=True),
+        Column("TPOT MS", lambda i: _tpot(i.recent), figure=True),
+        Column("SLO", lambda i: _attainment(i.recent), figure=True),
+        Column("MOVES", _moves, figure=True),
+        Column("TOKENS/S", lambda i: f"{rates[i.instance_id]:.0f}", figure=True),
+        *INSTANCES.some("MS/TOKEN", "POOL", "PREFILL", "REASON", "ANSWER"),
     )
-    for instance in _shown(sample.instances, rates, sort):
-        share = _kv_share(instance)
-        table.add_row(
-            instance.instance_id,
-            instance_word(instance.state),
-            ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH),
-            f"{100 * share:.0f}%",
-            str(instance.running),
-            str(instance.waiting),
-            _ttft(instance.recent),
-            _tpot(instance.recent),
-            _attainment(instance.recent),
-            _moves(instance),
-            f"{rates[instance.instance_id]:.0f}",
-            f"{instance.token_interval_ms:.1f}",
-            pool_word(instance.pool),
-            str(instance.prefilling),
-            str(instance.reasoning),
-            str(instance.answering),
-        )
-    return _with_more(table, len(sample.instances))
+    return replace(INSTANCES, columns=columns)
+
+
+_REQUESTS: Final = replace(
+    REQUESTS,
+    columns=(
+        Column(REQUEST, lambda r: _short(r.request_id)),
+        Column("INSTANCE", lambda r: r.instance_id + (" moving" if r.migrating else "")),
+        *REQUESTS.some("PHASE", "EPOCH", "PROMPT", "OUTPUT", "REASONING", "AGE"),
+    ),
+)
+_RECENT_MIGRATIONS: Final = replace(
+    MIGRATIONS,
+    columns=(
+        Column("MIGRATION OF", lambda m: _short(m.request_id)),
+        *MIGRATIONS.some("FROM", "TO", "STATE", "ROUNDS", "BYTES", "PAUSE MS"),
+        Column("STEPS", lambda m: f"{m.pause_steps:.1f}", figure=True),
+    ),
+)
 
 
 def _shown(instances: Sequence[InstanceInfo], rates: dict[str, float], sort: str) -> list[InstanceInfo]:
     """Return as many instances as are shown, in this order; by name those with the most KV in use."""
     key = _ORDERS[sort]
     if key is not None:
-        return heapq.nlargest(_INSTANCES, instances, key=lambda i: key(i, rates[i.instance_id]))
+        return heapq.nlargest(_INSTANCES_MAX, instances, key=lambda i: key(i, rates[i.instance_id]))
     places = range(len(instances))
-    fullest = heapq.nlargest(_INSTANCES, places, key=lambda place: _kv_share(instances[place]))
+    fullest = heapq.nlargest(_INSTANCES_MAX, places, key=lambda place: _kv_share(instances[place]))
     return [instances[place] for place in sorted(fullest)]
-
-
-def _requests(sample: Sample) -> Table:
-    table = _grid(
-        (REQUEST, False),
-        ("INSTANCE", False),
-        ("PHASE", False),
-        ("EPOCH", True),
-        ("PROMPT", True),
-        ("OUTPUT", True),
-        ("REASONING", True),
-        ("AGE", True),
-    )
-    for request in sample.requests:
-        table.add_row(
-            _short(request.request_id),
-            request.instance_id + (" moving" if request.migrating else ""),
-            phase_word(request.phase),
-            str(request.epoch),
-            str(request.prompt_tokens),
-            str(request.output_tokens),
-            str(request.reasoning_tokens),
-            f"{request.age_s:.1f} s",
-        )
-    return _with_more(table, sample.requests_total)
 
 
 def _with_more(table: Table, total: int) -> Table:
@@ -415,31 +375,6 @@ def _with_more(table: Table, total: int) -> Table:
     if table.row_count < total:
         table.caption = f"and {total - table.row_count} more"
         table.caption_justify = "left"
-    return table
-
-
-def _recent_migrations(sample: Sample) -> Table:
-    table = _grid(
-        ("MIGRATION OF", False),
-        ("FROM", False),
-        ("TO", False),
-        ("STATE", False),
-        ("ROUNDS", True),
-        ("BYTES", True),
-        ("PAUSE MS", True),
-        ("STEPS", True),
-    )
-    for migration in sample.migrations:
-        table.add_row(
-            _short(migration.request_id),
-            migration.source_instance_id,
-            migration.target_instance_id,
-            migration_word(migration.state),
-            str(len(migration.rounds)),
-            bytes_text(migration.bytes),
-            f"{migration.pause_ms:.1f}",
-            f"{migration.pause_steps:.1f}",
-        )
     return table
 
 

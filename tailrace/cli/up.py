@@ -217,7 +217,7 @@ def _already_up(folder: RunFolder) -> RunState | None:
     ended = [
         part.name
         for part in state.parts
-        if part.name in ended and part.tier != Tier.CONSOLE and part.name not in free
+        if part.name in ended and part.tier is not Tier.CONSOLE and part.name not in free
     ]
     if ended or not state.ready:
         problem = f"{', '.join(ended)} ended" if ended else "it never became ready"
@@ -228,7 +228,7 @@ def _already_up(folder: RunFolder) -> RunState | None:
 def _require_same(state: RunState, context: click.Context) -> None:
     """Raise CliError if the running cluster was started with other values than those of the command line;
     without any on it, all that is asked for is that it runs."""
-    if not context.meta[GIVEN] or state.given is None:
+    if not context.meta[GIVEN]:
         return
     try:
         started = context.command.make_context(context.info_name, [*state.given])
@@ -426,7 +426,7 @@ def _own_lines(state: RunState) -> list[str]:
 
 def _console_lines(state: RunState) -> list[str]:
     """Return the line about the console; none if it does not run."""
-    spec = next((part.spec for part in state.parts if part.tier == Tier.CONSOLE), None)
+    spec = next((part.spec for part in state.parts if part.tier is Tier.CONSOLE), None)
     if spec is None:
         return []
     token = spec.option("--token-file")

@@ -30,7 +30,7 @@ def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> C
 
     `etcd`: where it runs, whatever the plan says.
     """
-    specs = {part.name: part.spec for part in running if part.spec is not None}
+    specs = {part.name: part.spec for part in running}
     # What names a part by its address, such as a monitor for spans, finds it where it runs.
     now = {spec.address: specs[spec.name].address for spec in wanted if spec.name in specs}
     wanted = [replace(spec, environment=_at(spec.environment, now)) for spec in wanted]
@@ -58,7 +58,7 @@ def compare(running: Sequence[Part], wanted: Sequence[PartSpec], etcd: str) -> C
             )
     names = {spec.name for spec in wanted}
     # A file says nothing about the console.
-    gone = [part.name for part in running if part.name not in names and part.tier != Tier.CONSOLE]
+    gone = [part.name for part in running if part.name not in names and part.tier is not Tier.CONSOLE]
     return Changes(added, changed, gone)
 
 

@@ -189,20 +189,18 @@ def make_plan(
         command = [*tailrace, "serve", kind, "--etcd", etcd, "--listen", listen, "--metrics", metrics]
         if cluster != DEFAULT_CLUSTER:
             command += ["--cluster", cluster]
-        if certificates:
-            command += ["--tls", certificate_folder(certificates, kind, name)]
         # The first part of a cluster is its monitor.
         monitor = monitors.setdefault(cluster, listen)
         environment = {} if cluster == options.cluster else spans_to(options, monitor)
-        part = PartSpec(name, tier, [*command, "--id", name, *arguments], listen, environment)
-        if not certificates:
-            return part
-        environment |= span_certificates(certificate_folder(certificates, kind, name))
-        return replace(part, role=kind, environment=environment)
+        if certificates:
+            folder = certificate_folder(certificates, kind, name)
+            command += ["--tls", folder]
+            environment |= span_certificates(folder)
+        command += ["--id", name, *arguments]
+        return PartSpec(name, tier, command, listen, environment, role=kind if certificates else "")
 
-    parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port), etcd)]
-    if certificates:
-        parts = [replace(parts[0], role=Role.ETCD.value)]
+    role = Role.ETCD.value if certificates else ""
+    parts = [PartSpec("etcd", Tier.ETCD, etcd_command(etcd_port), etcd, role=role)]
     in_cluster: dict[str, list[ClusterOptions]] = {cluster: [] for cluster in clusters}
     services_of: dict[str, Callable[..., PartSpec]] = {}
     for model in options.models:

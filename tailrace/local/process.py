@@ -70,13 +70,7 @@ class PartProcess:
         except OSError as error:
             # The program or the directory.
             raise PartFailed(f"{spec.name}: cannot run {error.filename}: {error.strerror}") from error
-        self.part = Part(
-            name=spec.name,
-            tier=spec.tier,
-            identity=identify(self._process.pid),
-            log=str(log),
-            spec=spec,
-        )
+        self.part = Part(identity=identify(self._process.pid), log=str(log), spec=spec)
 
     def check(self) -> None:
         """Raise PartFailed with the last lines of the log if the part has exited; PartRefused if because of
@@ -136,7 +130,6 @@ CLOSE_S: Final = 5.0
 """Time to exit without that, after a second SIGTERM."""
 _KILL_S: Final = 5.0
 _POLL_S: Final = 0.05
-_TIERS: Final = {tier.value: order for order, tier in enumerate(Tier)}
 
 
 def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -> list[str]:
@@ -146,7 +139,7 @@ def stop_parts(parts: Sequence[Part], reap: Callable[[], None] = lambda: None) -
     session. `reap` is called while waiting, for callers whose children the parts are.
     """
     stopped: list[str] = []
-    order = sorted(parts, key=lambda part: -_TIERS.get(part.tier, 0))
+    order = sorted(parts, key=lambda part: -part.place)
     for _, tier in groupby(order, key=lambda part: part.tier):
         stopped += _stop_tier(list(tier), reap, GRACE_S)
     return stopped

@@ -6,8 +6,7 @@ import enum
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,28 +22,7 @@ class Step(enum.StrEnum):
     FAILED = "failed"
 
 
-class Progress(Protocol):
-    """Displays the steps of all parts."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def show(self, name: str, step: Step) -> None:
-        """Show that the part has reached a step."""
-
-
-def make_progress(names: Sequence[str], command: str = "tailrace up") -> Progress:
-    """Return a live display if stderr is a terminal, else a plain one."""
-    return LiveProgress(names) if sys.stderr.isatty() else PlainProgress(command)
-
-
-class PlainProgress:
+class Progress:
     """Print a line for each part that stops, starts or is ready."""
 
     def __init__(self, command: str = "tailrace up") -> None:
@@ -54,12 +32,7 @@ class PlainProgress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Do nothing."""
 
     def show(self, name: str, step: Step) -> None:
@@ -72,7 +45,7 @@ class PlainProgress:
         print(f"{self._command}: {name} {step}{took}", file=sys.stderr, flush=True)
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """Show all parts in a live list, with steps and durations."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -81,8 +54,8 @@ class LiveProgress:
         from rich.live import Live
         from rich.spinner import Spinner
 
+        super().__init__()
         self._steps = dict.fromkeys(names, Step.QUEUED)
-        self._started_s: dict[str, float] = {}
         self._took_s: dict[str, float] = {}
         self._spinner = Spinner("dots")
         self._live = Live(
@@ -93,12 +66,7 @@ class LiveProgress:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
     def show(self, name: str, step: Step) -> None:
@@ -120,3 +88,8 @@ class LiveProgress:
             seconds = "" if step is Step.QUEUED else f"{self._took_s.get(name, running):.1f} s"
             table.add_row(marks.get(step, self._spinner), name, step.value, seconds)
         return table
+
+
+def make_progress(names: Sequence[str], command: str = "tailrace up") -> Progress:
+    """Return a live display if stderr is a terminal, else a plain one."""
+    return LiveProgress(names) if sys.stderr.isatty() else Progress(command)

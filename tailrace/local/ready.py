@@ -25,30 +25,26 @@ from tailrace.v1.types_pb2 import INSTANCE_STATE_ACTIVE
 _CALL_TIMEOUT_S: Final = 2.0
 
 
-async def active_in_all(admins: Iterable[str], transport: Transport = PLAIN) -> dict[str, str]:
-    """Return what `active_instances` does of several clusters, whose instances have different ids."""
+async def active_instances(admins: Iterable[str], transport: Transport) -> dict[str, str]:
+    """Return the incarnations of the active instances by id, of each cluster from its first scheduler that
+    answers.
+
+    `admins`: HOST:PORT[,..] of the schedulers of each cluster.
+    """
     found: dict[str, str] = {}
     for admin in admins:
-        found |= await active_instances(admin, transport)
+        for address in admin.split(","):
+            async with transport.channel(address, Role.SCHEDULER, ()) as channel:
+                try:
+                    reply = await AdminStub(channel).ListInstances(
+                        ListInstancesRequest(), timeout=_CALL_TIMEOUT_S
+                    )
+                except grpc.aio.AioRpcError:
+                    continue
+            active = [info for info in reply.instances if info.state == INSTANCE_STATE_ACTIVE]
+            found.update({info.instance_id: info.incarnation for info in active})
+            break
     return found
-
-
-async def active_instances(admin: str, transport: Transport = PLAIN) -> dict[str, str]:
-    """Return the incarnations of the active instances by id, from the first scheduler that answers.
-
-    `admin`: HOST:PORT[,..] of the schedulers. Empty if none answers.
-    """
-    for address in admin.split(","):
-        async with transport.channel(address, Role.SCHEDULER, ()) as channel:
-            try:
-                reply = await AdminStub(channel).ListInstances(
-                    ListInstancesRequest(), timeout=_CALL_TIMEOUT_S
-                )
-            except grpc.aio.AioRpcError:
-                continue
-        active = [info for info in reply.instances if info.state == INSTANCE_STATE_ACTIVE]
-        return {info.instance_id: info.incarnation for info in active}
-    return {}
 
 
 _TIMEOUT_S: Final = 2.0

@@ -13,7 +13,7 @@ from tailrace.local.certificates import OPERATOR, transport_of
 from tailrace.local.plan import PartSpec, Tier, waits_for_worker
 from tailrace.local.process import PartFailed, PartProcess, stop_part
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import active_in_all, wait_ready
+from tailrace.local.ready import active_instances, wait_ready
 from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState
 
 DRAIN_S: Final = 330.0
@@ -61,8 +61,6 @@ class Restarter:
         """
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         spec = changed or part.spec
-        if spec is None:
-            raise PartFailed(f"{name} was started by another version; run tailrace down and tailrace up")
         before = await self._active()
         # What cannot be written now cannot be once the part has stopped.
         self._folder.write(self._state)
@@ -71,7 +69,7 @@ class Restarter:
         process = self._start(spec)
         self._state.parts[number] = process.part
         self._record(process.part)
-        await self.use(process, spec, before)
+        await self.use(process, before)
         return Restarted(stopping_s, time.monotonic() - began_s)
 
     async def add(self, spec: PartSpec) -> None:
@@ -79,7 +77,7 @@ class Restarter:
         before = await self._active()
         process = self.launch(spec)
         try:
-            await self.use(process, spec, before)
+            await self.use(process, before)
         except PartFailed:
             await self.remove(spec.name, 0.0)
             raise
@@ -111,18 +109,18 @@ class Restarter:
         self._state.parts.remove(part)
         self._folder.write(self._state)
 
-    async def use(self, process: PartProcess, spec: PartSpec, before: Mapping[str, str]) -> None:
+    async def use(self, process: PartProcess, before: Mapping[str, str]) -> None:
         """Wait until a part that was started is ready, and all instances of `before`, which were active, are
         in use again. Raise PartFailed."""
         running = [part.name for part in self._state.staying if part.identity.alive()]
-        if waits_for_worker(spec, self._state.scaled, running):
+        if waits_for_worker(process.spec, self._state.scaled, running):
             return
         await wait_ready(process, self._progress, self._state.certificates)
-        await self._settle(spec, before)
+        await self._settle(process.spec, before)
 
     async def _active(self) -> dict[str, str]:
         """Return the incarnations of the active instances that are to stay."""
-        active = await active_in_all(self._state.admins, self._transport)
+        active = await active_instances(self._state.admins, self._transport)
         leaving = {part.name for part in self._state.parts if part.leaving}
         return {name: incarnation for name, incarnation in active.items() if name not in leaving}
 
@@ -154,7 +152,7 @@ class Restarter:
         try:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while True:
-                    now = await active_in_all(self._state.admins, self._transport)
+                    now = await active_instances(self._state.admins, self._transport)
                     if expected <= now.keys() and not any(
                         now[name] == before.get(name) for name in spec.members
                     ):
@@ -169,8 +167,7 @@ class Restarter:
 
 def find_parts(state: RunState) -> dict[str, Part]:
     """Return the parts by name, in the order of a rolling restart: dependencies first."""
-    order = {tier.value: number for number, tier in enumerate(Tier)}
-    return {part.name: part for part in sorted(state.staying, key=lambda part: order.get(part.tier, 0))}
+    return {part.name: part for part in sorted(state.staying, key=lambda part: part.place)}
 
 
 def _rotate(log: Path) -> None:

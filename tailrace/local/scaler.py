@@ -23,12 +23,12 @@ from tailrace.local.change import with_options
 from tailrace.local.plan import DEVICES, PartSpec, ScaledModel
 from tailrace.local.ports import LOOPBACK, PortUnavailable, free_ports
 from tailrace.local.process import PartFailed, PartProcess, ask_to_stop, stop_part
-from tailrace.local.progress import PlainProgress
+from tailrace.local.progress import Progress
 from tailrace.local.restart import DRAIN_S, Restarter
 from tailrace.local.state import Part, RunFolder, RunFolderBusy, RunState
 from tailrace.scaling import DesiredInstances, Need, Scaling
 from tailrace.security.roles import Identity, Role
-from tailrace.security.transport import PLAIN, TlsTransport
+from tailrace.security.transport import TlsTransport
 from tailrace.service.options import log_format_option
 from tailrace.service.probe import get_directly
 from tailrace.service.runtime import Shutdown, run_service
@@ -98,7 +98,7 @@ def freest(devices: Sequence[str], parts: Sequence[Part]) -> str:
     used = [
         gpu
         for part in parts
-        if part.spec is not None and part.identity.alive()
+        if part.identity.alive()
         for gpu in part.spec.environment.get(DEVICES, "").split(",")
     ]
     return min(devices, key=lambda place: sum(used.count(gpu) for gpu in place.split(",")))
@@ -234,7 +234,7 @@ class Scaler:
             and not Path(certificate_folder(state.certificates, role.value, spec.name)).exists()
         ):
             certify(state.certificates, [Identity(role, spec.name)])
-        restarter = Restarter(self._folder, state, PlainProgress("tailrace scaler"))
+        restarter = Restarter(self._folder, state, Progress("tailrace scaler"))
         process = restarter.launch(spec)
         self._processes.append(process)
         self._watch(process.part, partial(self._see_in, restarter, process))
@@ -248,7 +248,7 @@ class Scaler:
     async def _see_in(self, restarter: Restarter, process: PartProcess) -> None:
         """Wait until a worker is in use; stop one that fails. The next round takes it off the list."""
         try:
-            await restarter.use(process, process.spec, {})
+            await restarter.use(process, {})
         except PartFailed as error:
             log.error("%s", error)
             await self._remove(process.part)
@@ -290,9 +290,9 @@ class Scaler:
 
 def desired_instances(state: RunState) -> dict[str, float]:
     """Return the desired number of instances by model, of those whose leading scheduler answers."""
-    specs = {part.name: part.spec for part in state.parts if part.spec is not None}
+    specs = {part.name: part.spec for part in state.parts}
     names = {name for scaled in state.scaled for name in scaled.schedulers if name in specs}
-    transport = transport_of(state.certificates, OPERATOR) if state.certificates else PLAIN
+    transport = transport_of(state.certificates, OPERATOR)
     context = transport.folder.current().client_context if isinstance(transport, TlsTransport) else None
     scheme = "http" if context is None else "https"
     told: dict[str, dict[str, float]] = {}

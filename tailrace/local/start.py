@@ -16,7 +16,7 @@ from tailrace.local.options import OwnCluster
 from tailrace.local.plan import PartSpec, Plan, Tier, waits_for_worker
 from tailrace.local.process import PartFailed, PartProcess, stop_parts
 from tailrace.local.progress import Progress, Step
-from tailrace.local.ready import active_in_all, wait_ready
+from tailrace.local.ready import active_instances, wait_ready
 from tailrace.local.state import RunFolder, RunState
 from tailrace.messages import objectives_message
 from tailrace.security.roles import Role
@@ -200,7 +200,7 @@ class Starter:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 while not expected <= active:
                     admins = [self._plan.admin, *self._plan.own.values()]
-                    active = set(await active_in_all(admins, self._transport))
+                    active = set(await active_instances(admins, self._transport))
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             missing = ", ".join(sorted(expected - active))

@@ -13,7 +13,7 @@ from typing import IO, Final, Self
 
 import msgspec
 
-from tailrace.local.plan import PartSpec, ScaledModel
+from tailrace.local.plan import PartSpec, ScaledModel, Tier
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -94,16 +94,28 @@ _POLL_S: Final = 0.05
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the cluster."""
+    """One process of the cluster. `spec`: with which it was started."""
 
-    name: str
-    tier: str
     identity: Identity
     log: str
-    # The spec with which it was started; None: started by a version that did not record it.
-    spec: PartSpec | None = None
+    spec: PartSpec
     # Whether the scaler has told it to stop, and it hands over its work.
     leaving: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.spec.name
+
+    @property
+    def tier(self) -> Tier:
+        """Return its tier."""
+        return self.spec.tier
+
+    @property
+    def place(self) -> int:
+        """Return the number of its tier, in the order in which tiers start."""
+        return [*Tier].index(self.tier)
 
 
 class RunState(msgspec.Struct, kw_only=True):
@@ -135,9 +147,9 @@ class RunState(msgspec.Struct, kw_only=True):
     host: str = ""
     # Folder of the certificates; empty: no TLS.
     certificates: str = ""
-    # The command line with which it was started; None: by a version that did not record it.
-    given: list[str] | None = None
-    # Where it was started; commands have paths relative to it. Empty: by a version that did not record it.
+    # The command line with which it was started.
+    given: list[str] = []
+    # Where it was started; commands have paths relative to it.
     directory: str = ""
     # Environment of all parts, in addition to that of `tailrace up`.
     environment: dict[str, str] = {}

@@ -17,14 +17,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, Self, TypeVar, cast
+from functools import partial
+from typing import Final, Generic, TypeVar, cast
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from tailrace.security.refusals import refusal
 from tailrace.security.roles import NoIdentity, Role
 from tailrace.security.session import TlsSession
-from tailrace.security.transport import PLAIN, Transport
+from tailrace.security.transport import Transport
 from tailrace.service.channels import format_error
 from tailrace.service.sockets import (
     ListenError,
@@ -33,8 +34,8 @@ from tailrace.service.sockets import (
     listen_reason,
     probe_when_idle,
 )
-from tailrace.service.tasks import cancel, task_error
-from tailrace.telemetry.incidents import loop_failed, loop_named, unreadable
+from tailrace.service.tasks import cancel, run_once
+from tailrace.telemetry.incidents import loop_named, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -71,15 +72,6 @@ class StreamBroken(ConnectionError):
 
 class StreamRefused(StreamBroken):
     """One end rejects the other's certificate, or does not speak TLS; the text says which."""
-
-
-class Message(Protocol):
-    """The interface of protobuf's generated classes."""
-
-    def SerializeToString(self) -> bytes: ...
-
-    @classmethod
-    def FromString(cls, data: bytes, /) -> Self: ...
 
 
 Received = TypeVar("Received", bound=Message)
@@ -379,53 +371,43 @@ class StreamAccess:
     refusal: Callable[[str], Message]
 
 
-OPEN_TO_ALL: Final = StreamAccess(PLAIN, frozenset(Role), cast(Callable[[str], Message], str))
-"""For streams without TLS: no client is refused."""
-
-
 @asynccontextmanager
 async def serve_streams(
     listen: str,
     received: type[Received],
     serve: Callable[[MessageStream[Received]], Awaitable[None]],
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    access: StreamAccess = OPEN_TO_ALL,
+    access: StreamAccess | None = None,
 ) -> AsyncIterator[str]:
     """Serve each connection to HOST:PORT (port 0: any free one) until `serve` returns or the block ends.
 
     Yield HOST:PORT as listened on. At the end open streams are closed. An exception of `serve` is logged and
-    ends its stream only. Raise ListenError.
+    ends its stream only. `access` None: to everyone, without TLS. Raise ListenError.
     """
-    loop = asyncio.get_running_loop()
     host, _, port = listen.rpartition(":")
     serving: set[asyncio.Task[None]] = set()
 
     async def run(stream: MessageStream[Received], peer: str) -> None:
         try:
-            if await _admitted(stream, access, peer):
+            if access is None or await _admitted(stream, access, peer):
                 await serve(stream)
         finally:
             stream.close()
-
-    def done(task: asyncio.Task[None]) -> None:
-        serving.discard(task)
-        if (error := task_error(task)) is not None:
-            loop_failed(_LOOP, "", error)
 
     class Accepted(MessageStream[Received]):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             peer = str(transport.get_extra_info("peername"))
-            task = loop.create_task(run(self, peer), name="stream")
+            task = run_once(_LOOP, partial(run, self, peer))
             serving.add(task)
-            task.add_done_callback(done)
+            task.add_done_callback(serving.discard)
+
+    def accept() -> Accepted:
+        tls = None if access is None else access.transport.accept()
+        return Accepted(received, max_message_bytes, tls)
 
     try:
-        server = await loop.create_server(
-            lambda: Accepted(received, max_message_bytes, access.transport.accept()),
-            host.strip("[]"),
-            int(port),
-        )
+        server = await asyncio.get_running_loop().create_server(accept, host.strip("[]"), int(port))
     except OSError as error:
         raise ListenError.of("--stream-port", listen, listen_reason(error)) from error
     try:

@@ -147,11 +147,6 @@ def _raise_file_limit() -> None:
 async def _until_signalled(
     main: Callable[[Shutdown], Coroutine[None, None, None]], watchdog_s: float
 ) -> None:
-    with watched_loop(watchdog_s):
-        await _run_to_end(main)
-
-
-async def _run_to_end(main: Callable[[Shutdown], Coroutine[None, None, None]]) -> None:
     loop = asyncio.get_running_loop()
     shutdown = Shutdown()
     task = asyncio.create_task(main(shutdown), name="main")
@@ -176,15 +171,16 @@ async def _run_to_end(main: Callable[[Shutdown], Coroutine[None, None, None]]) -
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if stopping is None:
-            raise
-    finally:
-        if stopping is not None:
-            stopping.cancel()
-            await asyncio.gather(stopping, return_exceptions=True)
+    with watched_loop(watchdog_s):
+        try:
+            await task
+        except asyncio.CancelledError:
+            if stopping is None:
+                raise
+        finally:
+            if stopping is not None:
+                stopping.cancel()
+                await asyncio.gather(stopping, return_exceptions=True)
 
 
 def _force_exit() -> None:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -70,7 +70,8 @@ class VllmLine:
             flags = dict(read_flags(_config_arguments(flags["config"]))) | flags
         for name in flags.keys() & _WITHOUT_MEANING.keys():
             raise VllmLineError(f"--{name.replace('_', '-')}: {_WITHOUT_MEANING[name]}")
-        return cls(model or last(flags, "model") or last(flags, "model_tag"), tuple(words), flags)
+        line = cls(model, tuple(words), flags)
+        return replace(line, model=model or line.last("model") or line.last("model_tag"))
 
     def without(self, *names: str) -> VllmLine:
         """Return the line without these flags; a --config file keeps them."""
@@ -93,7 +94,7 @@ class VllmLine:
 
     def last(self, name: str) -> str:
         """Return the last value of a flag; empty if it is not given or has none."""
-        return last(self.flags, name)
+        return (self.flags.get(name) or ("",))[-1]
 
     def count(self, name: str, default: int) -> int:
         """Return the value of a flag that takes a number. Raise VllmLineError."""
@@ -107,11 +108,6 @@ class VllmLine:
 
 NO_LINE: Final = VllmLine()
 """A line without anything."""
-
-
-def last(flags: Flags, name: str) -> str:
-    """Return the last value of a flag; empty if it is not given or has none."""
-    return (flags.get(name) or ("",))[-1]
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:

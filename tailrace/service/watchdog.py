@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import fcntl
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, NoReturn
 
 log = logging.getLogger(__name__)
@@ -162,18 +161,11 @@ def restart_process() -> NoReturn:
     try:
         sys.stderr.flush()
         for name in os.listdir("/proc/self/fd"):
-            descriptor = int(name)
-            if descriptor > 2:
-                _close_at_exec(descriptor)
+            if int(name) > 2:
+                # One of them was that of the listing.
+                with suppress(OSError):
+                    os.set_inheritable(int(name), False)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     finally:
         # Could not be run again: whoever watches this process sees it end.
         os._exit(1)
-
-
-def _close_at_exec(descriptor: int) -> None:
-    try:
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFD)
-        fcntl.fcntl(descriptor, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
-    except OSError:
-        return  # closed meanwhile

@@ -15,12 +15,14 @@ from tailrace.store.store import LeasedValue, Store
 log = logging.getLogger(__name__)
 
 _TOMBSTONE_TTL_S: Final = 120.0
+TTL_S: Final = 10.0
+"""Time to live of the lease of a process that renews it."""
 _RETRY_S: Final = 0.5
 
 _random = random.SystemRandom()
 
 
-async def register(store: Store, key: str, value: bytes, ttl_s: float = 10.0) -> Registration:
+async def register(store: Store, key: str, value: bytes, ttl_s: float = TTL_S) -> Registration:
     """Keep a value in etcd while this process lives; closing the store withdraws it. Raise
     StoreUnavailable."""
     registration = Registration(store, key, value, ttl_s)

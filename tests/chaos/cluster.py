@@ -264,7 +264,7 @@ class Cluster:
         """Wait until a scheduler sees all instances. Raise TimeoutError if it does not in time."""
         wanted = set(self.instances)
         async with asyncio.timeout(_START_S):
-            while not wanted <= (await active_instances(self.admin, self.operator)).keys():  # noqa: ASYNC110
+            while not wanted <= (await active_instances([self.admin], self.operator)).keys():  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
     async def supervise(self) -> None:

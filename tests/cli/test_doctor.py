@@ -152,7 +152,7 @@ def part(name: str, tier: Tier, pid: int, *command: str, members: Sequence[str] 
     """Return a process of this folder's cluster, and its log."""
     spec = PartSpec(name, tier, command, "127.0.0.1:1", members=members)
     identity = identify(pid) if pid else state.Identity(1, 0, "a boot of the past")
-    return Part(name=name, tier=tier, identity=identity, log=f"{name}.log", spec=spec)
+    return Part(identity=identity, log=f"{name}.log", spec=spec)
 
 
 def doctor_of(folder: Path, monkeypatch: pytest.MonkeyPatch, local: RunState) -> dict[str, dict[str, str]]:

@@ -13,7 +13,7 @@ from examples import rolling_restart
 from tailrace.cli.main import main
 from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import PartProcess, stop_part
-from tailrace.local.progress import PlainProgress
+from tailrace.local.progress import Progress
 from tailrace.local.restart import Restarter, find_parts
 from tailrace.local.state import Part, RunFolder, RunFolderUnusable, RunState, identify
 from tests.e2e.conftest import RUST_FRONT
@@ -56,7 +56,7 @@ async def test_nothing_stops_or_starts_that_cannot_be_recorded(tmp_path: Path) -
     spec = PartSpec("worker-0", Tier.WORKER, ["sleep", "60"], "")
     running = PartProcess(spec, folder.logs / "worker-0.log", {})
     state = RunState(admin="127.0.0.1:1", parts=[running.part])
-    restarter = Restarter(folder, state, PlainProgress())
+    restarter = Restarter(folder, state, Progress())
     try:
         with files_end_at(100):
             with pytest.raises(RunFolderUnusable, match="File too large"):
@@ -70,22 +70,18 @@ async def test_nothing_stops_or_starts_that_cannot_be_recorded(tmp_path: Path) -
 
 
 def test_restart_of_an_unknown_part_is_an_error(here: WorkingFolder) -> None:
-    part = Part(name="worker-0", tier=Tier.WORKER, identity=identify(1), log="")
+    part = Part(identity=identify(1), log="", spec=PartSpec("worker-0", Tier.WORKER, [], ""))
     with here.folder.locked():
         here.folder.write(RunState(http="http://127.0.0.1:1", admin="127.0.0.1:1", parts=[part]))
     result = restart("worker-1")
     assert result.exit_code == 1
     assert "no process 'worker-1'; there are worker-0" in result.stderr
-    # State written by a version that did not record the start command.
-    result = restart("worker-0")
-    assert result.exit_code == 1
-    assert "tailrace down and tailrace up" in result.stderr
 
 
 def test_the_order_of_a_rolling_restart() -> None:
     me = identify(1)
     tiers = (Tier.FRONTEND, Tier.ETCD, Tier.WORKER, Tier.CONTROL)
-    parts = [Part(name=tier.value, tier=tier, identity=me, log="") for tier in tiers]
+    parts = [Part(identity=me, log="", spec=PartSpec(tier.value, tier, [], "")) for tier in tiers]
     assert list(find_parts(RunState(parts=parts))) == ["etcd", "control", "worker", "frontend"]
 
 

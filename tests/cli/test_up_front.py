@@ -126,17 +126,11 @@ def test_what_is_named_is_chosen() -> None:
 def test_a_running_cluster_keeps_its_api_servers_unless_its_file_names_others() -> None:
     def state(*fronts: str) -> RunState:
         identity = Identity(pid=1, start_ticks=0, boot_id="")
-        parts = [
-            Part(
-                name=f"frontend-{front}",
-                tier="frontend",
-                identity=identity,
-                log="",
-                spec=PartSpec("frontend", Tier.FRONTEND, ["serve", "frontend", "--front", front], ""),
-            )
+        specs = [
+            PartSpec(f"frontend-{front}", Tier.FRONTEND, ["serve", "frontend", "--front", front], "")
             for front in fronts
         ]
-        return RunState(parts=parts)
+        return RunState(parts=[Part(identity=identity, log="", spec=spec) for spec in specs])
 
     assert _as_running(OPTIONS, state("python")).front is Front.PYTHON
     assert _as_running(OPTIONS, state("rust")).front is Front.RUST

@@ -39,7 +39,7 @@ ENDED = Identity(1, 1, "")
 def running(specs: list[PartSpec], identity: Identity | None = None) -> list[Part]:
     """Return the parts as this process runs them, or as the given one did."""
     identity = identity or identify(os.getpid())
-    return [Part(name=spec.name, tier=spec.tier, identity=identity, log="", spec=spec) for spec in specs]
+    return [Part(identity=identity, log="", spec=spec) for spec in specs]
 
 
 RUNNING = running(parts(20_000))

@@ -40,7 +40,7 @@ class _Submissions(Dispatcher):
             self._admission.submit(replace(submission, suspect=submit.suspect))
         elif message.HasField("cleared"):
             for handle in message.cleared.handles:
-                self._admission.suspects.clear(RequestKey(front_end.client, handle))
+                self._admission.clear_suspect(RequestKey(front_end.client, handle))
         elif message.HasField("abort"):
             keys = [RequestKey(front_end.client, handle) for handle in message.abort.handles]
             self._engine.abort(keys)

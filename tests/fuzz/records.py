@@ -351,7 +351,6 @@ class RecordFuzz:
 
 
 def _scrape(part: Part) -> Counter[str]:
-    assert part.spec is not None
     address = part.spec.command[part.spec.command.index("--metrics") + 1]
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=_SCRAPE_S) as reply:

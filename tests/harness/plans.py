@@ -19,14 +19,8 @@ from tailrace.tiny import MODEL_PATH
 MODEL: Final = "tiny"
 
 
-class NoProgress:
+class NoProgress(Progress):
     """A progress display that shows nothing."""
-
-    def __enter__(self) -> NoProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
 
     def show(self, name: str, step: Step) -> None:
         """Do nothing."""

@@ -137,7 +137,7 @@ class TailraceCluster(Server):
         end."""
         found: dict[str, list[int]] = {}
         for part in self._state["parts"]:
-            kind = part["name"].partition("-")[0]
+            kind = part["spec"]["name"].partition("-")[0]
             first, *children = descendants(part["identity"]["pid"])
             found.setdefault(kind, []).append(first)
             found.setdefault("API server" if kind == "frontend" else kind, []).extend(children)

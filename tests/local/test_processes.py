@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.local.plan import Tier
+from tailrace.local.plan import PartSpec, Tier
 from tailrace.local.process import stop_parts
 from tailrace.local.state import (
     Identity,
@@ -70,7 +70,7 @@ def _start(started: list[Started], program: str) -> tuple[Started, str]:
 
 
 def _part(pid: int, tier: Tier = Tier.WORKER) -> Part:
-    return Part(name=f"{tier}-{pid}", tier=tier, identity=identify(pid), log="")
+    return Part(identity=identify(pid), log="", spec=PartSpec(f"{tier}-{pid}", tier, [], ""))
 
 
 def _shorten_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_another_process_with_the_same_pid_is_not_stopped(started: list[Started]
         Identity(mine.pid, mine.start_ticks - 1, mine.boot_id),
         Identity(mine.pid, mine.start_ticks, "another boot"),
     ):
-        part = Part(name="x", tier="worker", identity=stranger, log="")
+        part = Part(identity=stranger, log="", spec=PartSpec("x", Tier.WORKER, [], ""))
         assert stop_parts([part], lambda: None) == []
     assert mine.alive()
 

@@ -45,7 +45,7 @@ def part(name: str, identity: Identity | None = None, leaving: bool = False, gpu
     """Return a worker that runs as this process, if it is not told otherwise."""
     spec = PartSpec(name, Tier.WORKER, [], "", environment={DEVICES: gpus})
     identity = identity or identify(os.getpid())
-    return Part(name=name, tier=Tier.WORKER, identity=identity, log="", spec=spec, leaving=leaving)
+    return Part(identity=identity, log="", spec=spec, leaving=leaving)
 
 
 def changes(parts: list[Part], wanted: int) -> tuple[list[str], list[str], list[str]]:
@@ -130,7 +130,7 @@ async def test_it_follows_the_number_and_lets_workers_drain(world: World, tmp_pa
     world.desired["m"] = 5.0
     await world.until(lambda parts: names(parts) == ["worker-0", "worker-1"])
     await world.until(lambda parts: all(Path(each.log).read_text() for each in parts))
-    started = [each.spec for each in world.parts() if each.spec is not None]
+    started = [each.spec for each in world.parts()]
     addresses = [spec.option(flag) for spec in started for flag in ("--listen", "--metrics")]
     assert len(set(addresses)) == 4 and {spec.option("--etcd") for spec in started} == {"127.0.0.1:1"}
     world.desired["m"] = 1.0

@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.local.plan import PartSpec, Plan, Tier
 from tailrace.local.process import PartFailed, PartRefused, stop_parts
-from tailrace.local.progress import PlainProgress, Step
+from tailrace.local.progress import Progress, Step
 from tailrace.local.restart import Restarter
 from tailrace.local.start import Settings, Starter
 from tailrace.local.state import RunFolder, RunState
@@ -53,7 +53,7 @@ async def _fail(plan: Plan, folder: RunFolder) -> tuple[str, RunState]:
 
     folder.forget = forget_and_keep  # type: ignore[method-assign]
     with pytest.raises(PartFailed) as failure:
-        await Starter(plan, folder, PlainProgress(), cores=2).run(Settings(), "tiny")
+        await Starter(plan, folder, Progress(), cores=2).run(Settings(), "tiny")
     assert folder.read() is None
     return str(failure.value), states[0]
 
@@ -86,14 +86,14 @@ async def test_what_waits_for_its_turn_is_not_started_after_a_failure(
         for name in ("worker-0", "worker-1", "worker-2")
     ]
     with pytest.raises(PartFailed):
-        await Starter(_plan(*parts), folder, PlainProgress(), cores=1).run(Settings(), "tiny")
+        await Starter(_plan(*parts), folder, Progress(), cores=1).run(Settings(), "tiny")
     assert capsys.readouterr().err == "tailrace up: worker-0 starting\ntailrace up: worker-0 failed\n"
 
 
 async def test_a_part_that_refuses_its_command_line_is_told_from_others(folder: RunFolder) -> None:
     refusing = _plan(_part("frontend", _exit_with("Error: argument --dtype: invalid choice: 'foo'", 2)))
     with pytest.raises(PartRefused, match="argument --dtype: invalid choice: 'foo'"):
-        await Starter(refusing, folder, PlainProgress(), cores=2).run(Settings(), "tiny")
+        await Starter(refusing, folder, Progress(), cores=2).run(Settings(), "tiny")
 
 
 async def test_other_errors_are_shown_with_the_lines_before(folder: RunFolder) -> None:
@@ -119,7 +119,7 @@ async def test_a_part_that_is_not_ready_in_time(folder: RunFolder) -> None:
 
 async def test_a_missing_program(folder: RunFolder) -> None:
     with pytest.raises(PartFailed, match="cannot run /no/such/etcd: No such file"):
-        await Starter(_plan(_part("etcd", ["/no/such/etcd"])), folder, PlainProgress(), 2).run(Settings(), "")
+        await Starter(_plan(_part("etcd", ["/no/such/etcd"])), folder, Progress(), 2).run(Settings(), "")
 
 
 async def test_a_part_is_started_again_where_the_cluster_was_started(
@@ -131,7 +131,7 @@ async def test_a_part_is_started_again_where_the_cluster_was_started(
     state = RunState(directory=str(folder.path))
     monkeypatch.chdir(elsewhere)
     program = "import os, time; print(os.getcwd(), flush=True); time.sleep(60)"
-    process = Restarter(folder, state, PlainProgress()).launch(_part("w", [sys.executable, "-c", program]))
+    process = Restarter(folder, state, Progress()).launch(_part("w", [sys.executable, "-c", program]))
     try:
         while not (lines := process.log.read_text()):
             process.check()
@@ -141,7 +141,7 @@ async def test_a_part_is_started_again_where_the_cluster_was_started(
     assert lines == f"{folder.path}\n"
 
 
-class _BothStarted(PlainProgress):
+class _BothStarted(Progress):
     def __init__(self) -> None:
         super().__init__()
         self.both = asyncio.Event()

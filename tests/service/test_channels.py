@@ -11,7 +11,7 @@ from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import serve_grpc
 from tests.waiting import WAIT_S
-from worker_agent.prefixes import PromptLink, PromptUnknown
+from worker_agent.prefixes import PromptUnknown, prompt_of
 
 HOUR_S = 3600.0
 
@@ -65,13 +65,12 @@ async def test_undecodable_reply_is_an_error_of_the_call(reply: bytes) -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channels = Channels()
-    link = PromptLink(lambda at: channels.get(at, Role.WORKER))
     try:
         if reply:
             with pytest.raises(PromptUnknown, match="cannot be decoded"):
-                await link.prompt(address, "r")
+                await prompt_of(channels, address, "r")
         else:
-            assert await link.prompt(address, "r") == []
+            assert await prompt_of(channels, address, "r") == []
     finally:
         await channels.close()
         await server.stop(None)

@@ -7,23 +7,18 @@ import asyncio
 from tailrace.v1 import cache_pb2
 from tests.worker.test_pulls import HOLDER, Worker
 from worker_agent.engine.base import Frames
-from worker_agent.prefixes import Copies, PromptLink, PromptUnknown, PullOutcome
+from worker_agent.prefixes import Copies, PromptUnknown, PullOutcome
 
 REQUEST = cache_pb2.CopyRequest(
     request_id="asked", holder_instance_id="holder", holder_address=HOLDER.address, tokens=8
 )
 
 
-class Prompts(PromptLink):
-    """PromptLink to a holder that has one request."""
-
-    def __init__(self) -> None:
-        pass
-
-    async def prompt(self, address: str, request_id: str) -> Frames:
-        if (address, request_id) != (HOLDER.address, "asked"):
-            raise PromptUnknown("no such request")
-        return [b"frames"]
+async def prompt(address: str, request_id: str) -> Frames:
+    """Return the one request of the holder."""
+    if (address, request_id) != (HOLDER.address, "asked"):
+        raise PromptUnknown("no such request")
+    return [b"frames"]
 
 
 class Target(Worker):
@@ -32,7 +27,7 @@ class Target(Worker):
     def __init__(self) -> None:
         super().__init__()
         self.importing = 0
-        self.copies = Copies(self.pulls, Prompts(), lambda: self.importing, self.metrics)
+        self.copies = Copies(self.pulls, prompt, lambda: self.importing, self.metrics)
 
     async def start_copy(self) -> asyncio.Task[PullOutcome]:
         """Start a copy and wait until its transfer has begun."""

@@ -22,7 +22,7 @@ from worker_agent.engine.base import EngineStats, RequestKey, RequestStats
 from worker_agent.load import Heartbeats, MigrationLoad
 from worker_agent.progress import StepBounds, StepProgress
 from worker_agent.reports import PhaseEvents, ReportStream
-from worker_agent.running_requests import RunningRequest, RunningRequests
+from worker_agent.running_requests import RunningRequests
 from worker_agent.speeds import Speeds
 
 TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
@@ -234,7 +234,7 @@ async def test_phase_changes_are_reported_at_once() -> None:
         assert (await monitor.next()).HasField("load")
         news.changed("r1")
         news.changed("r2")
-        news.gone(RunningRequest("r9", "fe", 4), 33)
+        news.gone(RunningRequests().add(RequestKey(0, 9), "r9", "fe", 4), 33)
         report = await monitor.next()
     assert not report.HasField("load")
     events = {event.request_id: event for event in report.phase_events}

@@ -32,7 +32,7 @@ from tests.simulator.worlds import INTRA, PROFILE
 from tests.worker.orders import ByLength, Stingy
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
-from worker_agent.intra_switch import IntraSwitch, PolicyOrder, order_of_policy
+from worker_agent.intra_switch import BY_POLICY, IntraSwitch, order_of_policy
 
 BLOCK = 4
 STEP_TOKENS = 40
@@ -362,34 +362,37 @@ def test_unknown_policy_leaves_the_engine_its_own_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     record = PolicyRecord(name="a_users_own")
-    order = PolicyOrder(lambda: record)
-    assert order() == order() == ("vllm", {})
+    orders: list[str] = []
+    order = IntraSwitch(BY_POLICY, lambda: record, Slo, lambda name, _, __: orders.append(name))
+    order.update()
+    order.update()
     assert caplog.text.count("unknown policy 'a_users_own'") == 1
     record = PolicyRecord(name="pascal")
-    assert order() == ("pascal", {})
+    order.update()
+    assert orders == ["vllm", "pascal"]
 
 
 def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) -> None:
     notified: list[tuple[str, Mapping[str, Value], Slo]] = []
-    order: tuple[str, Mapping[str, Value]] = ("vllm", {})
+    record: PolicyRecord | None = None
     slo = Slo()
 
     def set_intra(name: str, parameters: Mapping[str, Value], slo: Slo) -> None:
         make_intra(name, parameters, slo)
         notified.append((name, parameters, slo))
 
-    switch = IntraSwitch(lambda: order, lambda: slo, set_intra)
+    switch = IntraSwitch(BY_POLICY, lambda: record, lambda: slo, set_intra)
     switch.update()
-    order = ("pascal", {})
+    record = PolicyRecord(name="pascal")
     switch.update()
     switch.update()
-    order = ("pascal", {"quantum_tokens": 200})
+    record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200})
     switch.update()
     # PASCAL's order does not depend on the SLO.
     slo = Slo(1.0, 0.05)
     switch.update()
     # From a scheduler of another version: nothing changes.
-    order = ("pascal", {"quantum_tokens": 0})
+    record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
     switch.update()
     switch.update()
     assert caplog.text.count("'quantum_tokens': '0' is not allowed") == 1
@@ -417,7 +420,7 @@ def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest
         assert isinstance(made, Paced)
         paces.append(made.pace_s)
 
-    switch = IntraSwitch(lambda: ("paced", {}), lambda: slo, set_intra)
+    switch = IntraSwitch("paced", lambda: None, lambda: slo, set_intra)
     switch.update()
     slo = Slo(1.0)
     switch.update()

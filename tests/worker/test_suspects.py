@@ -42,7 +42,7 @@ async def test_suspects_of_another_front_end_wait_for_progress() -> None:
     assert submit(0, 2, True) == ["taken 2"]
     assert submit(1, 1, False) == ["taken 1"]
     assert submit(1, 2, True) == ["rejected 2"]
-    admission.suspects.clear(RequestKey(fronts[0].front_end.client, 1))
+    admission.clear_suspect(RequestKey(fronts[0].front_end.client, 1))
     assert submit(1, 2, True) == ["rejected 2"]
     # The other suspect ends.
     worker.running.remove(RequestKey(fronts[0].front_end.client, 2))
