@@ -325,7 +325,7 @@ def lines(view: View[RowT], chunks: Iterable[Sequence[RowT]]) -> Iterator[str]:
     widths = [cell_len(heading) for heading in headings]
     started = False
     for chunk in chunks:
-        rows = [[column.text(row) for column in view.columns] for row in chunk]
+        rows = [[printable(column.text(row)) for column in view.columns] for row in chunk]
         for row in rows:
             widths = [max(width, cell_len(cell)) for width, cell in zip(widths, row, strict=True)]
         if not started:

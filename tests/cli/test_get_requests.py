@@ -125,6 +125,11 @@ def test_a_long_table_looks_like_a_short_one(capsys: pytest.CaptureFixture[str])
     assert list(lines(REQUESTS, [rows])) == capsys.readouterr().out.splitlines()
 
 
+def test_a_line_acts_on_no_terminal() -> None:
+    _, line = lines(REQUESTS, [[RequestInfo(request_id="a\x1b[2Jb")]])
+    assert line.startswith("a\\x1b[2Jb ")
+
+
 def test_columns_grow_from_chunk_to_chunk() -> None:
     wide = RequestInfo(request_id="chatcmpl-" + "x" * 40, instance_id="worker-0")
     _, first, second, third = lines(REQUESTS, [many(1), [wide], many(1)])
