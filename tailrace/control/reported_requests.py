@@ -205,6 +205,8 @@ class ReportedRows:
 
     def reasoning(self, without: Iterable[str]) -> Reasoning:
         """Return the sums of the reasoning requests that are not demoted, but for those of `without`."""
+        if _REASONING not in self._phases:
+            return Reasoning(0, 0.0, 0)
         if self._reasons is None:
             self._reasons = np.array(self._phases, dtype=np.int64) == _REASONING
             if demoted := self._columns.demoted[:]:
@@ -213,8 +215,6 @@ class ReportedRows:
         if gone:
             reasons = reasons.copy()
             reasons[gone] = False
-        if not reasons.any():
-            return Reasoning(0, 0.0, 0)
         arrivals_s, tokens = self.column("arrival_s")[reasons], self.column("output_tokens")[reasons]
         return Reasoning(len(tokens), float(arrivals_s.sum()), int(tokens.sum()))
 

@@ -21,7 +21,7 @@ from tailrace.cluster import Arrival, ClusterView, InstanceView, RequestView, St
 from tailrace.intra.orders import Fcfs
 from tailrace.perf.horizon import FutureLoad
 from tailrace.policy.base import Policy
-from tailrace.policy.requests import RequestTable, table_of
+from tailrace.policy.requests import RequestTable, reasoning_of, table_of
 from tests.simulator.moving import MoveEverything
 from tests.simulator.worlds import INTRA, PROFILE, workloads
 
@@ -149,6 +149,7 @@ class CheckCounts(MoveEverything):
                 assert offered.reasoning == counted.reasoning
                 assert offered.fresh_answering == counted.fresh_answering
                 assert offered.least_pacer_slack_tokens == pytest.approx(counted.least_pacer_slack_tokens)
+            assert table_of(instance.requests).reasoning() == reasoning_of(requests)
             for request in requests:
                 without = request.request_id
                 offered = table_of(instance.requests).phase_load(13, without)
