@@ -41,9 +41,12 @@ _RUST_FIELDS: Final[Mapping[str, frozenset[bytes]]] = {
     "chat_template": _UNSET,
 }
 # A response_format without a schema.
-_SCHEMALESS: Final = re.compile(rb'null|\{\s*"type"\s*:\s*"(?:text|json_object)"\s*\}|')
+_SCHEMALESS: Final = re.compile(
+    rb'null|\{\s*"type"\s*:\s*"(?:text|json_object)"\s*(?:,\s*"json_schema"\s*:\s*null\s*)?\}|'
+)
 _STRICT: Final = re.compile(rb'"strict"\s*:\s*true')
 _NO_TOOLS: Final = _UNSET | {b"[]"}
+_FREE_CHOICE: Final = _UNSET | {b'"auto"'}
 # A list of prompts in place of one, or of its tokens.
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
 # Of a content part with an image, audio or video: which of them vllm-rs can prepare depends on the model.
@@ -235,4 +238,7 @@ def _rust_can_generate(asked: Asked, parses_tools: bool) -> bool:
         return False
     if not _SCHEMALESS.fullmatch(asked.response_format) or _STRICT.search(asked.tools):
         return False
-    return parses_tools or bytes(asked.tools) in _NO_TOOLS or bytes(asked.tool_choice) == b'"none"'
+    if bytes(asked.tools) in _NO_TOOLS or bytes(asked.tool_choice) == b'"none"':
+        return True
+    # A call that is asked for has the schema of its arguments.
+    return parses_tools and bytes(asked.tool_choice) in _FREE_CHOICE

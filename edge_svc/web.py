@@ -42,6 +42,9 @@ from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
 from tailrace.wire.requests import pace_in
 
+# How the name of one of Tailrace's arguments in vllm_xargs begins, and the longest text that has one.
+_OUR_ARGUMENT: Final = b'"tailrace_'
+_ARGUMENTS_MAX_BYTES: Final = 16_384
 # Paths of API servers that are for users.
 _ROUTES: Final = ("/v1/", "/v2/")
 _OTHER_ROUTES: Final = TOKENIZING | STATE | {"/pooling", "/score", "/rerank", "/classify", "/invocations"}
@@ -203,7 +206,7 @@ class Answers:
                 HTTPStatus.NOT_FOUND, f"{request.method} {path[:_NAME_MAX]} is not served here."
             )
         _check_ids(request, asked)
-        _check_arguments(asked)
+        _check_arguments(bytes(asked.vllm_xargs))
         demand = Demand()
         if body and not is_form(request.content_type):
             bounds = self._bounds
@@ -332,12 +335,18 @@ def _check_ids(request: web.Request, asked: Asked) -> None:
             raise LimitRefusal(HTTPStatus.BAD_REQUEST, f"{name} {problem}.")
 
 
-def _check_arguments(asked: Asked) -> None:
-    """Check the arguments that are Tailrace's own, as front ends do. Raise LimitRefusal."""
-    if bytes(asked.vllm_xargs)[:1] != b"{":
+def _check_arguments(vllm_xargs: bytes) -> None:
+    """Check the arguments that are Tailrace's own, as front ends do. Raise LimitRefusal.
+
+    Others are not decoded: they may be as long as a body, and this runs on the event loop.
+    """
+    if _OUR_ARGUMENT not in vllm_xargs:
         return
+    if len(vllm_xargs) > _ARGUMENTS_MAX_BYTES:
+        problem = f"vllm_xargs with an argument of Tailrace's has at most {_ARGUMENTS_MAX_BYTES:,} bytes."
+        raise LimitRefusal(HTTPStatus.BAD_REQUEST, problem)
     try:
-        problem = pace_in(msgspec.json.decode(asked.vllm_xargs, type=dict[str, Any]))[1]
+        problem = pace_in(msgspec.json.decode(vllm_xargs, type=dict[str, Any]))[1]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         problem = "vllm_xargs is not valid."
     if problem:

@@ -264,16 +264,19 @@ def pace_in(extra_args: Mapping[str, object] | None) -> tuple[float | None, str]
         if not _is_ours(name):
             continue
         if name != _PACE:
-            return None, f"vllm_xargs.{name}: Tailrace has no such argument, only {_PACE}."
+            return None, f"vllm_xargs.{_shown(name)}: Tailrace has no such argument, only {_PACE}."
         if value is None:
             continue
         # A bool is an int; NaN is in no range.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= _PACE_MAX_MS:
-            given = repr(value)
-            shown = given if len(given) <= _SHOWN_MAX else f"{given[:_SHOWN_MAX]}..."
-            return None, f"vllm_xargs.{name}: {shown} is not a number from 0 to {_PACE_MAX_MS:.0f}."
+            problem = f"{_shown(repr(value))} is not a number from 0 to {_PACE_MAX_MS:.0f}."
+            return None, f"vllm_xargs.{name}: {problem}"
         pace_ms = float(value)
     return pace_ms, ""
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 def _is_ours(name: str) -> bool:

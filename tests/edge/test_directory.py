@@ -95,7 +95,22 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
         ("/v1/completions", Asked(echo=msgspec.Raw(b"true"), logprobs=msgspec.Raw(b"0")), False),
         ("/v1/chat/completions", Asked(response_format=msgspec.Raw(b"null")), True),
         ("/v1/chat/completions", Asked(response_format=msgspec.Raw(b'{ "type": "json_object" }')), True),
+        (
+            "/v1/chat/completions",
+            Asked(response_format=msgspec.Raw(b'{"type": "json_object", "json_schema": null}')),
+            True,
+        ),
         ("/v1/chat/completions", Asked(response_format=msgspec.Raw(b'{"type": "json_schema"}')), False),
+        (
+            "/v1/chat/completions",
+            Asked(tools=msgspec.Raw(b"[{}]"), tool_choice=msgspec.Raw(b'"required"')),
+            False,
+        ),
+        (
+            "/v1/chat/completions",
+            Asked(tools=msgspec.Raw(b"[{}]"), tool_choice=msgspec.Raw(b'{"type": "function"}')),
+            False,
+        ),
         ("/v1/chat/completions", Asked(tools=msgspec.Raw(b'[{"function": {"strict": false}}]')), True),
         ("/v1/chat/completions", Asked(tools=msgspec.Raw(b'[{"function": {"strict": true}}]')), False),
         ("/v1/chat/completions", Asked(chat_template_kwargs=msgspec.Raw(b'{"thinking": true}')), True),

@@ -61,6 +61,8 @@ def ask(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
         (COMPLETIONS, {"response_format": WRONG_SCHEMA}, "nothing"),
         (COMPLETIONS, {"vllm_xargs": {"tailrace_pace_tpot_ms": "abc"}}, "vllm_xargs.tailrace_pace_tpot_ms"),
         (COMPLETIONS, {"vllm_xargs": {"tailrace_pace": 1}}, "vllm_xargs.tailrace_pace: "),
+        (COMPLETIONS, {"vllm_xargs": {"tailrace_" + "x" * 1_000: 1}}, "xxx...: "),
+        (COMPLETIONS, {"vllm_xargs": {"tailrace_" + "x" * 20_000: 1}}, "at most 16,384 bytes"),
         (COMPLETIONS, {"prompt": "x" * 9_000}, "8192"),
         (COMPLETIONS, {"prompt": ""}, "prompt"),
         (COMPLETIONS, {"prompt": [99_999]}, "vocabulary"),
