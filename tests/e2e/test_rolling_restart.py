@@ -20,9 +20,10 @@ STREAMS = 50
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[RunFolder]:
-    """Three vLLM engines, two front ends on one port."""
+    """Three vLLM engines, two front ends on one port: an edge takes all streams with it."""
     environment = WorkingFolder(tmp_path)
-    up = environment.tailrace("up", "--workers", "3", "--frontends", "2", "--port", str(environment.port))
+    flags = ("--workers", "3", "--frontends", "2", "--front", "python")
+    up = environment.tailrace("up", *flags, "--port", str(environment.port))
     assert up.returncode == 0, up.stderr
     yield environment.folder
     environment.tailrace("down")
