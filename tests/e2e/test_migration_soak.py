@@ -52,7 +52,7 @@ START_S = 600
 # caches changes, and channels to other links are opened. One object kept by one end of 1,000 migrations would
 # be 330 more.
 OBJECTS_MORE = 250
-KIND_MORE = 12
+KIND_MORE = 6
 # MiB that C code may have allocated more: some of it grows by 1.2 at a time, also without migrations.
 ALLOCATED_MORE_MB = 4.0
 NOTHING_HELD = Held()
@@ -89,7 +89,7 @@ class Use:
 
     def over(self, before: Use, spare_mb: float) -> list[str]:
         """Return what is more than 2% over the use before; a few descriptors and mappings are a cache's."""
-        spares = {"descriptors": 3, "mappings": 8, "kv_mappings": 4, "tasks": 2, "resident_mb": spare_mb}
+        spares = {"descriptors": 2, "mappings": 4, "kv_mappings": 2, "tasks": 1, "resident_mb": spare_mb}
         found = [
             name
             for name, spare in spares.items()
