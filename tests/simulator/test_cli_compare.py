@@ -230,12 +230,11 @@ def test_orders_are_crossed_and_told(folder: Path) -> None:
     result = run_cli_ok(*crossed)
     told = [line for line in result.stdout.splitlines() if ": order " in line]
     placement, order = "placement (TTFT, TPOT)", "order (TTFT, pace)"
-    of_tailrace = "placement (TPOT)"
     assert told == [
         "least_loaded+vllm: order vllm; no SLO known",
         f"least_loaded+earliest_due: order earliest_due; SLOs known to {order}",
-        f"tailrace+vllm pulls=false: order vllm; SLOs known to {of_tailrace}; pulls=false, moves=false",
-        f"tailrace+earliest_due pulls=false: order earliest_due; SLOs known to {of_tailrace} and {order}; "
+        f"tailrace+vllm pulls=false: order vllm; SLOs known to {placement}; pulls=false, moves=false",
+        f"tailrace+earliest_due pulls=false: order earliest_due; SLOs known to {placement} and {order}; "
         "pulls=false, moves=false",
         f"arrow+vllm: order vllm; SLOs known to {placement}; moves=false",
         f"arrow+earliest_due: order earliest_due; SLOs known to {placement} and {order}; moves=false",
