@@ -40,10 +40,10 @@ from tailrace.tenancy.body import (
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
-from tailrace.wire.requests import pace_in
+from tailrace.wire.requests import OURS, pace_in
 
 # How the name of one of Tailrace's arguments in vllm_xargs begins, and the longest text that has one.
-_OUR_ARGUMENT: Final = b'"tailrace_'
+_OUR_ARGUMENT: Final = f'"{OURS}'.encode()
 _ARGUMENTS_MAX_BYTES: Final = 16_384
 # Paths of API servers that are for users.
 _ROUTES: Final = ("/v1/", "/v2/")

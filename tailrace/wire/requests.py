@@ -23,8 +23,8 @@ def head_frame(frames: Frames) -> bytes:
 
 _NIL: Final = b"\xc0"
 _EMPTY_ARRAY: Final = b"\x90"
-# Extra arguments whose names begin so are Tailrace's; all others are those of vLLM and its plugins.
-_OURS: Final = "tailrace_"
+OURS: Final = "tailrace_"
+"""Extra arguments whose names begin so are Tailrace's; all others are those of vLLM and its plugins."""
 _PACE: Final = "tailrace_pace_tpot_ms"
 # Slower than anybody reads.
 _PACE_MAX_MS: Final = 60_000.0
@@ -280,7 +280,7 @@ def _shown(text: str) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith(_OURS)
+    return name.startswith(OURS)
 
 
 def _array_length(head: bytes) -> int:
