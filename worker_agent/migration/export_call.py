@@ -55,20 +55,24 @@ class SourceLink:
 
     async def ask(self, command: worker_pb2.ExportCommand) -> worker_pb2.ExportEvent:
         """Send a command and return the reply. Raise SourceLost or SourceFailed."""
+        # Before the write: the source may have ended the export and said why, and after a write that fails
+        # gRPC gives no message that has come.
+        reading = self._read()
         try:
             await run_to_completion(self._call.write(command))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            await self._event(reading)
             raise SourceLost(format_error(error)) from error
-        return await self._next()
+        return await self._event(reading)
 
     async def failure(self) -> None:
         """Wait for an event that nobody asked for. Raise SourceLost or SourceFailed."""
-        await self._next()
+        await self._event(self._read())
         raise SourceLost("the source sent an event that was not asked for")
 
-    async def _next(self) -> worker_pb2.ExportEvent:
+    async def _event(self, reading: asyncio.Task[object]) -> worker_pb2.ExportEvent:
         try:
-            event = await asyncio.shield(self._read())
+            event = await asyncio.shield(reading)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise SourceLost(format_error(error)) from error
         if not isinstance(event, worker_pb2.ExportEvent):
