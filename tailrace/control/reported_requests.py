@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import compress
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,7 +22,6 @@ from tailrace.policy.requests import (
     OFF_DEVICE,
     Column,
     Ints,
-    Mask,
     PhaseShare,
     Prompt,
     Reasoning,
@@ -62,7 +62,7 @@ class ReportedRows:
         "_max_model_len",
         "_phases",
         "_prompts",
-        "_reasons",
+        "_reasoning",
         "_traceparents",
         "_views",
         "ids",
@@ -102,7 +102,7 @@ class ReportedRows:
         self._views: dict[str, RequestView] = {}
         self._made: dict[str, NDArray[Any]] = {}
         self._counted: PhaseLoad | None = None
-        self._reasons: Mask | None = None
+        self._reasoning: Reasoning | None = None
         self._prompts: dict[str, Prompt] | None = None
         self._traceparents: dict[str, str] | None = None
 
@@ -205,18 +205,34 @@ class ReportedRows:
 
     def reasoning(self, without: Iterable[str]) -> Reasoning:
         """Return the sums of the reasoning requests that are not demoted, but for those of `without`."""
-        if _REASONING not in self._phases:
+        sums = self._reasoning
+        if sums is None:
+            sums = self._reasoning = self._sum_reasoning()
+        if not sums.requests:
+            return sums
+        columns, row_of = self._columns, self._index.get
+        count, arrivals_s, tokens = sums
+        for row in map(row_of, without):
+            if row is None or self._phases[row] != _REASONING or value_of(columns.demoted, row, False):
+                continue
+            count -= 1
+            arrivals_s -= value_of(columns.arrival_s, row, 0.0)
+            tokens -= value_of(columns.output_tokens, row, 0)
+        return Reasoning(count, arrivals_s, tokens)
+
+    def _sum_reasoning(self) -> Reasoning:
+        phases, columns = self._phases, self._columns
+        rows = len(phases)
+        count = phases.count(_REASONING)
+        if not count:
             return Reasoning(0, 0.0, 0)
-        if self._reasons is None:
-            self._reasons = np.array(self._phases, dtype=np.int64) == _REASONING
-            if demoted := self._columns.demoted[:]:
-                self._reasons &= ~np.array(full(demoted, len(self.ids), False), dtype=np.bool_)
-        reasons, gone = self._reasons, [row for row in map(self._index.get, without) if row is not None]
-        if gone:
-            reasons = reasons.copy()
-            reasons[gone] = False
-        arrivals_s, tokens = self.column("arrival_s")[reasons], self.column("output_tokens")[reasons]
-        return Reasoning(len(tokens), float(arrivals_s.sum()), int(tokens.sum()))
+        arrivals_s, tokens = full(columns.arrival_s, rows, 0.0), full(columns.output_tokens, rows, 0)
+        if count < rows or columns.demoted:
+            demoted = full(columns.demoted, rows, False)
+            reasons = [p == _REASONING and not low for p, low in zip(phases, demoted, strict=True)]
+            count = sum(reasons)
+            arrivals_s, tokens = list(compress(arrivals_s, reasons)), list(compress(tokens, reasons))
+        return Reasoning(count, sum(arrivals_s), sum(tokens))
 
     def _count(self, quantum_tokens: int) -> PhaseLoad:
         """Count column by column: without a call, and if possible without a step, for each request."""

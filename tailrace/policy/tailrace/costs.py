@@ -138,7 +138,7 @@ def offer_of(
         reasoning=reasoning,
         reasoners=reasoners,
         arrivals_s=arrivals_s,
-        allowed_s=reasoners * costs.ttft_slo_s + made_tokens * costs.tpot_slo_s,
+        allowed_s=max(1, reasoners) * costs.ttft_slo_s + made_tokens * costs.tpot_slo_s,
         start_s=step_s + unlisted_s + unlisted * step_token_s,
         step_token_s=step_token_s,
         mean_tokens=instance.context_tokens // max(1, requests),
@@ -222,7 +222,7 @@ class Offers:
         """
         offer = self.offer
         used_s = offer.reasoners * now - offer.arrivals_s
-        used = np.clip(used_s / np.maximum(offer.allowed_s, self.costs.ttft_slo_s), 0.0, 1.0)
+        used = np.minimum(np.maximum(used_s / offer.allowed_s, 0.0), 1.0)
         weights: Floats = offer.answering + offer.reasoning * used * used
         return weights
 
