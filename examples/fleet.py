@@ -41,11 +41,11 @@ def exit_on_connection_error(url: str) -> Iterator[None]:
         sys.exit(f"nothing answers at {url}: `make up` starts a cluster, --url names another")
 
 
-def kill_part(part: Part) -> None:
-    """Send SIGKILL to a process of the local cluster and its children, as if its machine had crashed."""
+def signal_part(part: Part, number: signal.Signals) -> None:
+    """Send a signal to a process of the local cluster and its children."""
     for pid in part.identity.session_members():
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:
             continue
 

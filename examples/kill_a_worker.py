@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -28,8 +29,8 @@ from examples.fleet import (
     Fleet,
     Once,
     exit_on_connection_error,
-    kill_part,
     local_url,
+    signal_part,
     stream_chat,
 )
 from tailrace.cli.admin import connect
@@ -180,7 +181,7 @@ class Disturbed:
         name = self._where(chat)
         if not name:
             return
-        kill_part(part_of(name))
+        signal_part(part_of(name), signal.SIGKILL)
         self.killed.append(name)
         self._console.print(f"[bold red]kill -9[/] {self.recording.name(name)}")
         deadline_s = time.monotonic() + 30

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import signal
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ import psutil
 from openai import OpenAI
 
 from examples.fifty_streams import run_all, variants
-from examples.fleet import Chat, exit_on_connection_error, kill_part, local_url, stream_chat
+from examples.fleet import Chat, exit_on_connection_error, local_url, signal_part, stream_chat
 from tailrace.local.plan import Tier
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import Progress, Step
@@ -230,10 +231,14 @@ class Campaign:
         self._load.wait_flowing()
         self._load.take()
         before = {metric: self._counters.read(metric) for metric in (_ADOPTIONS, _RECOVERIES)}
-        streams, own = self._load.streams, 0
+        own = 0
+        if self._kill and part.tier is Tier.FRONTEND:
+            # Its streams must not end, nor others begin, while they are counted.
+            signal_part(part, signal.SIGSTOP)
+            own = open_connections(part, self._state.http)
+        streams = self._load.streams
         if self._kill:
-            own = open_connections(part, self._state.http) if part.tier is Tier.FRONTEND else 0
-            kill_part(part)
+            signal_part(part, signal.SIGKILL)
         durations = asyncio.run(self._restarter.restart(name))
         # Requests in progress when it exited must end correctly, too.
         self._load.wait_flowing()
