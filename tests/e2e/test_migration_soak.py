@@ -3,11 +3,13 @@
 `make soak`. Descriptors, mappings, tasks and resident memory of every process of the fleet are compared with
 those after a warm-up of the same kind, and printed; of real engines also live objects, which show what is too
 small for resident memory. They are compared after half of the migrations, too: what each migration leaves is
-there in both halves, while a cache or an arena of an allocator that grows once (one of 11 to 16 MiB in each
-worker, at some moment) is there in one. TAILRACE_SOAK sets the number of migrations.
+there in both halves, while an arena of an allocator that grows once is there in one. TAILRACE_SOAK sets the
+number of migrations.
 
 The warm-up fills every cache that is meant to grow: KV of ended requests on the device and in host memory,
-the workers' record of imports that have ended, and those of Python and glibc.
+the workers' record of imports that have ended, and those of Python and glibc. oneDNN's own cache is turned
+off: it would keep about 0.1 MiB for each layer and number of tokens that a step has had, beside vLLM's own
+cache of the last 32 of a layer.
 """
 
 from __future__ import annotations
@@ -380,8 +382,9 @@ def test_simulated_engines(simulated_fleet: Fleet) -> None:
 
 
 @pytest.fixture
-def small_vllm_fleet(tmp_path: Path) -> Iterator[Fleet]:
+def small_vllm_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Three vLLM workers whose caches the warm-up fills, and which tell what they hold."""
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     fleet = Fleet(tmp_path, "vllm")
     fleet.plugins = write_plugin(tmp_path / "plugin")
     try:
