@@ -41,11 +41,11 @@ def exit_on_connection_error(url: str) -> Iterator[None]:
         sys.exit(f"nothing answers at {url}: `make up` starts a cluster, --url names another")
 
 
-def signal_part(part: Part, number: signal.Signals) -> None:
+def signal_part(part: Part, signum: signal.Signals) -> None:
     """Send a signal to a process of the local cluster and its children."""
     for pid in part.identity.session_members():
         try:
-            os.kill(pid, number)
+            os.kill(pid, signum)
         except ProcessLookupError:
             continue
 

@@ -231,14 +231,16 @@ class Campaign:
         self._load.wait_flowing()
         self._load.take()
         before = {metric: self._counters.read(metric) for metric in (_ADOPTIONS, _RECOVERIES)}
-        own = 0
-        if self._kill and part.tier is Tier.FRONTEND:
-            # Its streams must not end, nor others begin, while they are counted.
-            signal_part(part, signal.SIGSTOP)
-            own = open_connections(part, self._state.http)
-        streams = self._load.streams
+        streams, own = self._load.streams, 0
         if self._kill:
-            signal_part(part, signal.SIGKILL)
+            try:
+                if part.tier is Tier.FRONTEND:
+                    # Its streams must not end, nor others begin, while they are counted.
+                    signal_part(part, signal.SIGSTOP)
+                    own = open_connections(part, self._state.http)
+                    streams = self._load.streams
+            finally:
+                signal_part(part, signal.SIGKILL)
         durations = asyncio.run(self._restarter.restart(name))
         # Requests in progress when it exited must end correctly, too.
         self._load.wait_flowing()
