@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -155,15 +156,35 @@ def reporting(draw: st.DrawFn) -> ClusterView:
 # ---- the cost of an arrival
 
 
-def expected_arrival_s(
-    costs: Costs, instance: InstanceView, prompt: int, cached: int = 0, shortest_s: float | None = None
-) -> float:
-    """Return the cost term by term, as in docs/policy-tailrace.md.
+class Expected(NamedTuple):
+    """The cost of an arrival on one instance, without the answers that its prefill delays."""
 
-    `shortest_s`: shortest idle step of the fleet; None: the fleet is of one kind.
-    """
-    if instance.state is not InstanceState.ACTIVE:
-        return inf
+    cost_s: float
+    own_s: float
+    # Requests that the prefill delays if it runs there, weighted by the urgency of answers.
+    answers: float
+
+
+def expected_arrival_s(
+    costs: Costs, view: ClusterView, prompt: int, cached: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the cost of an arrival on each instance term by term, as in docs/policy-tailrace.md."""
+    instances = view.instances.values()
+    shortest_s = min(costs.steps_of(each).decode_base_s for each in instances)
+    terms = [expected_terms(costs, each, prompt, cached[each.instance_id], shortest_s) for each in instances]
+    # Where arrivals may go.
+    open_ = [each.state is InstanceState.ACTIVE for each in instances]
+    room = sum(each.kv_capacity_tokens for each, takes in zip(instances, open_, strict=True) if takes)
+    answers = sum(term.answers for term, takes in zip(terms, open_, strict=True) if takes)
+    return {
+        each.instance_id: term.cost_s + term.own_s * answers * each.kv_capacity_tokens / max(1, room)
+        for each, term in zip(instances, terms, strict=True)
+    }
+
+
+def expected_terms(
+    costs: Costs, instance: InstanceView, prompt: int, cached: int, shortest_s: float
+) -> Expected:
     steps, backlog = costs.steps_of(instance), instance.prefill_backlog_tokens
     requests, held = instance.running + instance.waiting, instance.kv_used_tokens + backlog
     step_s = steps.decode_s(instance.running, instance.kv_used_tokens)
@@ -199,20 +220,22 @@ def expected_arrival_s(
     used = min(1.0, max(0.0, used_s) / allowed_s) if reasoning else 0.0
     # What its kind adds to an idle step, if that is within the SLO.
     kind_s = 0.0
-    if shortest_s is not None and steps.decode_base_s < costs.tpot_slo_s:
+    if steps.decode_base_s < costs.tpot_slo_s:
         kind_s = steps.decode_base_s - shortest_s
     share = min(1.0, (step_s - kind_s) / (costs.tpot_slo_s - kind_s))
     spared_s = costs.expected_tokens * (1.0 - reasons) * share * share * kind_s
-    weight = reasons * used * used + (1.0 - reasons) * share * share
-    delay_s = own_s * (behind + weight * max(0, requests - behind))
+    answering, late = (1.0 - reasons) * share * share, reasons * used * used
+    decoding = max(0, requests - behind)
     joining_s = costs.expected_tokens * slowdown_s(steps, requests, held, prompt)
-    return (
-        weight * joining_s
+    cost_s = (
+        (answering + late) * joining_s
         - spared_s
         + wait_s
-        + delay_s
+        + own_s * (behind + late * decoding)
         + expected_shortage_s(costs, instance, prompt + costs.expected_tokens)
     )
+    barred = instance.state is not InstanceState.ACTIVE
+    return Expected(inf if barred else cost_s, own_s, answering * decoding)
 
 
 def _prefill_s(prompts: Sequence[tuple[float, int]]) -> float:
@@ -254,11 +277,7 @@ def test_the_cost_of_an_arrival_follows_the_formula(
         offers.update(view)
         tokens = {name: int(share * prompt * (at % 2)) for at, name in enumerate(view.instances)}
         cached = {name: CachedTokens(held, held) for name, held in tokens.items() if held}
-        shortest_s = min(COSTS.steps_of(each).decode_base_s for each in view.instances.values())
-        expected = {
-            name: expected_arrival_s(COSTS, each, prompt, tokens[name], shortest_s)
-            for name, each in view.instances.items()
-        }
+        expected = expected_arrival_s(COSTS, view, prompt, tokens)
         arriving = Arrival("new", prompt, 100, n, cached=cached)
         costs_s = offers.arrival_s(arriving, offers.usable_tokens(cached), NOW)
         assert dict(zip(offers.at, costs_s.tolist(), strict=True)) == pytest.approx(expected)
@@ -281,8 +300,9 @@ def test_an_excluded_instance_gets_no_arrival(view: ClusterView, prompt: int) ->
 def test_the_weight_of_decoding_requests_is_at_most_one(view: ClusterView, slo_s: float) -> None:
     costs = Costs(NOMINAL, slo_s)
     offers = offers_of(view, costs)
-    weights = zip(offers.weights(NOW).tolist(), offers.weights(1e9).tolist(), strict=True)
-    for here, (weight, much_later) in zip(view.instances.values(), weights, strict=True):
+    answering = offers.offer.answering
+    now_and_later = (answering + offers.reasoning_weights(now) for now in (NOW, 1e9))
+    for here, weight, much_later in zip(view.instances.values(), *now_and_later, strict=True):
         assert 0.0 <= weight <= much_later <= 1.0 + 1e-9
         # Where steps take longer than the TPOT SLO and nobody has time left, a delay counts in full.
         step_s = costs.steps_of(here).decode_s(here.running, here.kv_used_tokens)
@@ -293,7 +313,8 @@ def test_reasoning_counts_by_how_much_of_its_time_is_used() -> None:
     """Of 2 s and 0.15 s for each of 100 tokens: 17 s."""
     reasoning = tuple(request(f"r{n}", "w0", 500, 100, Phase.REASONING) for n in range(4))
     offers = offers_of(cluster(instance("w0", reasoning)), COSTS)
-    assert [offers.weights(now).item() for now in (0.0, 8.5, 17.0, 50.0)] == [0.0, 0.25, 1.0, 1.0]
+    weights = [offers.reasoning_weights(now).item() for now in (0.0, 8.5, 17.0, 50.0)]
+    assert weights == [0.0, 0.25, 1.0, 1.0]
 
 
 def test_a_long_prompt_need_not_wait_where_reasoning_has_time() -> None:
@@ -303,6 +324,36 @@ def test_a_long_prompt_need_not_wait_where_reasoning_has_time() -> None:
     view, new = cluster(reasoning, queued), Arrival("new", 60_000, 100, 0)
     assert Tailrace().place(view, new, 30.0) == Place("w0")
     assert Tailrace().place(view, new, 150.0) == Place("w1")
+
+
+def answers(name: str, count: int, context: int, state: InstanceState = InstanceState.ACTIVE) -> InstanceView:
+    """Return an instance with so many answers of so many tokens each."""
+    held = (request(f"{name}-{n}", name, context - 100, 100) for n in range(count))
+    return instance(name, tuple(held), state=state)
+
+
+def test_a_long_prompt_delays_answers_by_the_share_of_kv() -> None:
+    """Not those that run where it goes: with as much KV in use, few answers are those with long contexts."""
+    costs = Costs(NOMINAL, tpot_slo_s=0.03)
+    few, many = answers("few", 10, 20_000), answers("many", 100, 2_000)
+    offers = offers_of(cluster(few, many), costs)
+    short_s, long_s = (offers.arrival_s(Arrival("new", tokens, 100, 0), 0.0, NOW) for tokens in (2, 20_000))
+    # What a longer prompt costs more differs by its decoding with the others, and little by its own wait.
+    decoding_s = costs.expected_tokens * offers.offer.answering * offers.offer.joining_token_s * (20_000 - 2)
+    assert np.diff(long_s - short_s - decoding_s) == pytest.approx(0.0, abs=0.05)
+
+
+@pytest.mark.parametrize("state", [InstanceState.SUSPECT, InstanceState.DRAINING])
+@pytest.mark.parametrize("count", [0, 200])
+def test_instances_that_take_no_arrivals_change_no_cost(state: InstanceState, count: int) -> None:
+    active = answers("a", 60, 3_000), answers("b", 20, 3_000)
+    others = (answers(f"c{n}", count, 1_000, state) for n in range(6))
+    new = Arrival("new", 30_000, 100, 0, cached={"a": CachedTokens(20_000, 20_000)})
+    found = []
+    for view in (cluster(*active), cluster(*active, *others)):
+        offers = offers_of(view)
+        found.append(offers.arrival_s(new, offers.usable_tokens(new.cached), NOW)[:2].tolist())
+    assert found[0] == found[1]
 
 
 def test_a_tie_goes_to_the_first_instance() -> None:

@@ -85,7 +85,7 @@ class Offer(NamedTuple, Generic[Number]):
     free: Number
     free_token_s: Number
     # What a second of delay for a decoding request counts, from 0 to 1, because it may answer; and at most
-    # more because it may reason (`Offers.weights`).
+    # more because it may reason (`Offers.reasoning_weights`).
     answering: Number
     reasoning: Number
     # Of the requests that reason: their number, and the sums of their arrival times and of the times that
@@ -213,17 +213,17 @@ class Offers:
                 tokens[position] = self.costs.usable_tokens(self._instances[position], held)
         return tokens
 
-    def weights(self, now: float) -> Floats:
-        """Return what a second of delay for a decoding request counts on each instance, from 0 to 1.
+    def reasoning_weights(self, now: float) -> Floats:
+        """Return what a second of delay for a decoding request counts on each instance, from 0 to 1, because
+        it may reason; `Offer.answering` is what it counts because it may answer.
 
         A request that reasons may take the TPOT SLO for each of its tokens (`Slo`), so that a delay costs it
         nothing before that time is used up. Like an answer it counts by a square: of the share of the time
         that the instance's requests have used together.
         """
         offer = self.offer
-        used_s = offer.reasoners * now - offer.arrivals_s
-        used = np.minimum(np.maximum(used_s / offer.allowed_s, 0.0), 1.0)
-        weights: Floats = offer.answering + offer.reasoning * used * used
+        used = (offer.reasoners * now - offer.arrivals_s) / offer.allowed_s
+        weights: Floats = offer.reasoning * np.minimum(np.maximum(used, 0.0), 1.0) ** 2
         return weights
 
     def arrival_s(self, arrival: Arrival, usable_tokens: Floats | float, now: float) -> Floats:
@@ -232,20 +232,28 @@ class Offers:
         `usable_tokens` need not be computed. An arrival that resumes prefills its output as well.
         """
         offer, steps, expected = self.offer, self.steps, self.costs.expected_tokens
-        weight = self.weights(now)
+        reasoning = self.reasoning_weights(now)
         prompt_tokens = arrival.context_tokens
         own_s = (steps.per_token_s + steps.per_token_squared_s * prompt_tokens) * prompt_tokens
         if arrival.cached:
             own_s -= steps.compute_s(usable_tokens)
         # Prompts are computed in steps shared with decodes; the step in progress ends first.
         wait_s = offer.start_s + own_s + (prompt_tokens - usable_tokens) * offer.step_token_s
-        delayed = weight * offer.requests
+        behind: Floats | float = 0.0
+        decoding = offer.requests
         if self._queues.prompts:
             ahead = self._queues.ahead(nominal_s(prompt_tokens, prompt_tokens * prompt_tokens), now)
             wait_s += ahead.seconds + ahead.tokens * offer.step_token_s
-            delayed = ahead.behind + weight * np.maximum(0.0, offer.requests - ahead.behind)
+            behind, decoding = ahead.behind, np.maximum(0.0, offer.requests - ahead.behind)
         patience_s = self.costs.patience_s + PREFILLS * self.costs.nominal.compute_s(prompt_tokens)
         wait_s *= 1.0 + wait_s / patience_s
+        # Of the answers on all instances that take arrivals, the prefill delays the instance's share by KV,
+        # not those that run there now: to go where few run would give all long contexts to one instance.
+        open_ = offer.barred == 0.0
+        capacity = (offer.free + offer.held) * open_
+        answers = (offer.answering * open_) @ decoding * capacity / max(1.0, capacity.sum())
+        delayed = behind + answers + reasoning * decoding
+        weight = offer.answering + reasoning
         joining_s = weight * (offer.joining_s + offer.joining_token_s * prompt_tokens) - offer.spared_s
         costs_s: Floats = expected * joining_s + wait_s + own_s * delayed
         costs_s += shortage_s(offer, prompt_tokens + expected) + offer.barred
