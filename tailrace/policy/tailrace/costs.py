@@ -138,6 +138,7 @@ def offer_of(
         reasoning=reasoning,
         reasoners=reasoners,
         arrivals_s=arrivals_s,
+        # Above 0 where nobody reasons, too: it divides.
         allowed_s=max(1, reasoners) * costs.ttft_slo_s + made_tokens * costs.tpot_slo_s,
         start_s=step_s + unlisted_s + unlisted * step_token_s,
         step_token_s=step_token_s,
