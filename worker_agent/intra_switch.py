@@ -3,6 +3,7 @@ policy."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
@@ -19,8 +20,13 @@ log = logging.getLogger(__name__)
 # Instead of a name: the fleet's policy determines the order, also when it is switched.
 BY_POLICY: Final = "policy"
 
+# Longest that another package may take to be imported.
+_LOAD_S: Final = 60.0
+
 # An order's name and its parameters.
 Order: TypeAlias = tuple[str, Mapping[str, Value]]
+# With the facts about the deployment that it uses.
+_Requested: TypeAlias = tuple[Order, Mapping[str, object]]
 
 
 class IntraSwitch:
@@ -39,43 +45,68 @@ class IntraSwitch:
         self._policy = policy
         self._slo = slo
         self._set_intra = set_intra
-        # With the facts that it depends on.
-        self._present: tuple[Order, Mapping[str, object]] | None = None
+        self._present: _Requested | None = None
         self._unavailable: PolicyRecord | None = None
+        self._changed = asyncio.Event()
 
-    def update(self) -> None:
+    def changed(self) -> None:
+        """Have `run` look at the policy and the SLOs again."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Apply every change; run until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self.update()
+
+    async def update(self) -> None:
         """Apply a change of order or SLOs. Parameters that this worker cannot use change nothing.
 
         Raise UnknownIntraError.
         """
-        order, slo = self._wanted(), self._slo()
-        name, parameters = order
-        requested = order, intra_facts(name, slo)
+        record, slo = self._policy(), self._slo()
+        requested = await self._requested(record, slo)
         if requested == self._present:
             return
         # Set first, so that a change that fails is tried only once.
         self._present = requested
+        (name, parameters), _ = requested
         try:
             self._set_intra(name, parameters, slo)
         except ParameterError as error:
             log.error("cannot change the batch order: %s", error)
             return
+        except UnknownIntraError as error:
+            if self._intra != BY_POLICY:
+                raise
+            log.error("using the engine's own batch order, not that of the policy: %s", error)
+            self._set_intra(ENGINE_ORDER, NO_PARAMETERS, slo)
+            return
         log.info("batch order: %r %s", name, dict(parameters))
 
-    def _wanted(self) -> Order:
+    async def _requested(self, record: PolicyRecord | None, slo: Slo) -> _Requested:
         """Return the order to serve in; the engine's own for a policy that is not installed here: then only
         the scheduler's part of it is in effect."""
-        if self._intra != BY_POLICY:
-            return self._intra, NO_PARAMETERS
-        record = self._policy()
         try:
-            return order_of_policy(record)
+            async with asyncio.timeout(_LOAD_S):
+                # A package that is imported here may take long, and front ends give up a silent worker.
+                return await asyncio.to_thread(self._load, record, slo)
+        except TimeoutError:
+            problem = f"its package was not imported within {_LOAD_S:g} s"
         except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError, ParameterError) as error:
-            # Log once, not at every change in etcd.
-            if record != self._unavailable:
-                log.error("using the engine's own batch order, not that of the policy: %s", error)
-            self._unavailable = record
-            return ENGINE_ORDER, NO_PARAMETERS
+            if self._intra != BY_POLICY:
+                raise
+            problem = str(error)
+        # Log once, not at every change in etcd.
+        if record != self._unavailable:
+            log.error("using the engine's own batch order, not that of the policy: %s", problem)
+        self._unavailable = record
+        return (ENGINE_ORDER, NO_PARAMETERS), {}
+
+    def _load(self, record: PolicyRecord | None, slo: Slo) -> _Requested:
+        order = order_of_policy(record) if self._intra == BY_POLICY else (self._intra, NO_PARAMETERS)
+        return order, intra_facts(order[0], slo)
 
 
 def order_of_policy(record: PolicyRecord | None) -> Order:

@@ -139,6 +139,11 @@ class WorkerCollector(Collector):
         )
         yield _count("steps", "Engine steps.", sum(s.steps for s in stats))
         yield _count("preemptions", "Requests preempted.", sum(s.preemptions for s in stats))
+        yield GaugeMetricFamily(
+            "tailrace_worker_batch_order_suspended",
+            "Workers whose batch order has made a mistake.",
+            value=sum(bool(s.order_mistake) for s in stats),
+        )
         used, total = sum(s.host_kv_bytes_used for s in stats), sum(s.host_kv_bytes_total for s in stats)
         yield GaugeMetricFamily(
             "tailrace_worker_host_kv_bytes_used", "Host memory with requests' KV.", value=used

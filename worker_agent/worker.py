@@ -160,11 +160,11 @@ class _WorkerBuilder:
             raise EngineStartError(f"{self._instance_id}: {error}") from error
         self._stack.push_async_callback(self._engine.stop)
         members = self._service.members
-        switch = IntraSwitch(
+        self._intra_switch = IntraSwitch(
             self._settings.intra, lambda: members.policy, lambda: members.slo, self._engine.set_intra
         )
-        switch.update()
-        members.add_listener(switch.update)
+        await self._intra_switch.update()
+        members.add_listener(self._intra_switch.changed)
 
     async def connect_kv(self) -> None:
         """Open the KV transport and prefix pulls over it. Raise EngineStartError."""
@@ -346,6 +346,7 @@ class _WorkerBuilder:
             "reports": self._reports().run,
             "progress": lambda: watch_progress(self._engine.stats, progress, self._on_dead),
             "draining": self._draining.run,
+            "batch order": self._intra_switch.run,
         }
         await self._stack.enter_async_context(supervised(loops))
 

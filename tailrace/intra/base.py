@@ -85,6 +85,8 @@ class IntraPolicy(Parametrized, ABC):
     # pace.
     needs: ClassVar[tuple[Fact, ...]] = ()
     summary: str = ""
+    # Why it is asked no more (`tailrace.intra.guarded`); empty: it is asked.
+    mistake: str = ""
     # Whether a waiting request preempts the last-ranked running ones whose level is below its own.
     preemptive: bool = False
     # Whether a migrated request may wait in host memory if the device is full; else it is refused.

@@ -22,3 +22,15 @@ class Stingy(Fcfs):
 
     def prefill_budget(self, step_tokens: int, decoding: int) -> int:
         return self.tokens
+
+
+class Mistaken(ByLength):
+    """Shortest prompt first, with a mistake after so many ranks."""
+
+    ranks = 8
+
+    def rank(self, job: JobView) -> Rank:
+        self.ranks -= 1
+        if self.ranks < 0:
+            raise ZeroDivisionError("a mistake")
+        return super().rank(job)

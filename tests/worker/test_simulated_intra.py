@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tailrace.intra import registry
 from tailrace.intra.registry import intra_names
-from tests.worker.orders import ByLength, Stingy
+from tests.worker.orders import ByLength, Mistaken, Stingy
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from worker_agent.engine.base import Exported, ExportedPause
 from worker_agent.engine.errors import EngineRefusal
@@ -54,6 +55,22 @@ def test_answers_do_not_depend_on_order_or_memory(intra: str, host_blocks: int) 
     assert (stats.swaps_out > 0) == (host_blocks > 0)
     assert stats.swaps_in == stats.swaps_out
     nothing_left(engine)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 5, 7])
+def test_an_order_with_a_mistake_costs_its_order_alone(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = {**registry.INTRA_POLICIES, "mine": type("Mine", (Mistaken,), {"ranks": ranks})}
+    monkeypatch.setattr(registry, "INTRA_POLICIES", orders)
+    fleet = Fleet(small(12))
+    engine = fleet.engines[0]
+    engine.set_intra("mine")
+    streams = submit(fleet, 6)
+    fleet.clock.drain()
+    check(streams)
+    assert engine.stats().order_mistake.startswith("rank: ZeroDivisionError: a mistake (orders.py:")
+    nothing_left(engine)
+    engine.set_intra("pascal")
+    assert not engine.stats().order_mistake
 
 
 def test_order_can_change_under_load() -> None:

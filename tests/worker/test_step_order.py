@@ -358,21 +358,21 @@ def test_order_of_a_policy_gets_its_own_parameters() -> None:
     assert order_of_policy(PolicyRecord(name="pascal+fcfs", parameters=parameters)) == ("fcfs", {})
 
 
-def test_unknown_policy_leaves_the_engine_its_own_order(
+async def test_unknown_policy_leaves_the_engine_its_own_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     record = PolicyRecord(name="a_users_own")
     orders: list[str] = []
     order = IntraSwitch(BY_POLICY, lambda: record, Slo, lambda name, _, __: orders.append(name))
-    order.update()
-    order.update()
+    await order.update()
+    await order.update()
     assert caplog.text.count("unknown policy 'a_users_own'") == 1
     record = PolicyRecord(name="pascal")
-    order.update()
+    await order.update()
     assert orders == ["vllm", "pascal"]
 
 
-def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) -> None:
     notified: list[tuple[str, Mapping[str, Value], Slo]] = []
     record: PolicyRecord | None = None
     slo = Slo()
@@ -382,19 +382,19 @@ def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) ->
         notified.append((name, parameters, slo))
 
     switch = IntraSwitch(BY_POLICY, lambda: record, lambda: slo, set_intra)
-    switch.update()
+    await switch.update()
     record = PolicyRecord(name="pascal")
-    switch.update()
-    switch.update()
+    await switch.update()
+    await switch.update()
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200})
-    switch.update()
+    await switch.update()
     # PASCAL's order does not depend on the SLO.
     slo = Slo(1.0, 0.05)
-    switch.update()
+    await switch.update()
     # From a scheduler of another version: nothing changes.
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
-    switch.update()
-    switch.update()
+    await switch.update()
+    await switch.update()
     assert caplog.text.count("'quantum_tokens': '0' is not allowed") == 1
     assert notified == [
         ("vllm", {}, Slo()),
@@ -403,7 +403,7 @@ def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Paced(Fcfs):
         needs = (Fact.PACE,)
 
@@ -421,9 +421,9 @@ def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest
         paces.append(made.pace_s)
 
     switch = IntraSwitch("paced", lambda: None, lambda: slo, set_intra)
-    switch.update()
+    await switch.update()
     slo = Slo(1.0)
-    switch.update()
+    await switch.update()
     slo = Slo(1.0, 0.05)
-    switch.update()
+    await switch.update()
     assert paces == [0.1, 0.05]

@@ -20,10 +20,11 @@ from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.earliest_due import RANK_TOKENS, EarliestDue
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
+from tailrace.intra.guarded import GuardedOrder
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
 from tests.waiting import WAIT_S
-from tests.worker.orders import ByLength, Stingy
+from tests.worker.orders import ByLength, Mistaken, Stingy
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.vllm.core import use_policy
@@ -225,6 +226,20 @@ async def test_step_is_within_the_prefill_budget_of_the_policy(engine: VllmEngin
     stream = await front.run(engine, UNSEEN, params(max_tokens=1))
     assert len(stream.tokens) == 1
     assert engine.stats().steps - steps >= -(-len(UNSEEN) // 8)
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+async def test_an_order_with_a_mistake_costs_its_order_alone(
+    engine: VllmEngine, front: Front, ranks: int
+) -> None:
+    sampling = params(max_tokens=20, temperature=1.0, seed=4)
+    reference = await front.run(engine, ANSWERING, sampling)
+    await serve_by(engine, GuardedOrder("mine", type("Mine", (Mistaken,), {"ranks": ranks})()))
+    streams = [front.stream(ANSWERING, sampling) for _ in range(4)]
+    submit_together(engine, front, streams)
+    await front.until(lambda: all(stream.finished for stream in streams))
+    assert all(stream.tokens == reference.tokens for stream in streams)
+    assert engine.stats().order_mistake.startswith("rank: ZeroDivisionError")
 
 
 async def test_order_can_change_under_load(engine: VllmEngine, front: Front) -> None:

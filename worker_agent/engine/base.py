@@ -247,6 +247,8 @@ class EngineStats:
     host_blocks_stored: int = 0
     host_blocks_loaded: int = 0
     host_blocks_dropped: int = 0
+    # Why the engine's own order serves instead of the one that was set; empty: that one serves.
+    order_mistake: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +347,8 @@ class Engine(Protocol):
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
         """Order requests by this intra-instance policy (a name in tailrace.intra.registry) for these SLOs,
-        from the next step on. Raise UnknownIntraError, ParameterError."""
+        from the next step on. One of another package is replaced by the engine's own after its first mistake.
+        Raise UnknownIntraError, ParameterError."""
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine; cheap enough for every periodic report."""

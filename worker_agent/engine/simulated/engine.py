@@ -16,6 +16,7 @@ from tailrace.cache.book import CacheBook
 from tailrace.cache.names import ALGORITHM, Naming
 from tailrace.cluster import Phase
 from tailrace.handover import LIVE, by_replay
+from tailrace.intra.guarded import guarded
 from tailrace.intra.registry import make_intra
 from tailrace.model_identity import ModelIdentity, identify_model
 from tailrace.policy.parameters import NO_PARAMETERS, Value
@@ -261,7 +262,7 @@ class SimulatedEngine:
     def set_intra(
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
-        self._scheduler.use_policy(make_intra(name, parameters, slo))
+        self._scheduler.use_policy(guarded(name, make_intra(name, parameters, slo)))
 
     def stats(self) -> EngineStats:
         mean_ms, p99_ms = self._intervals.mean_and_p99_ms(self._live_clock().time())
@@ -289,6 +290,7 @@ class SimulatedEngine:
             steps=self._emitter.steps if self._emitter is not None else 0,
             generated_tokens=self._generated_tokens,
             preemptions=self._scheduler.preemptions,
+            order_mistake="" if self._scheduler.intra is None else self._scheduler.intra.mistake,
             prompt_tokens=self._scheduler.prompt_tokens,
             cached_prompt_tokens=self._scheduler.cached_prompt_tokens,
             token_interval_ms_mean=mean_ms,

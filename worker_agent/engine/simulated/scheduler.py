@@ -170,6 +170,8 @@ class Scheduler:
         """Plan the next step and allocate its blocks; return None if no request can run."""
         step = Step()
         self._swap_ms = 0.0
+        if self._order is not None and self._order.policy.mistake:
+            self._order, self.waiting = None, deque(self.waiting)
         if self._order is None:
             prefill_ms, kv_tokens = self._plan_fcfs(step)
         else:

@@ -243,6 +243,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.tailrace_connector.begin_schedule()
         self._scheduling = True
+        if self._order is not None and self._order.policy.mistake:
+            self.use_order(None)
         try:
             if self._order is None:
                 output = super().schedule(throttle_prefills)

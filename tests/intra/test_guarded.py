@@ -1,0 +1,147 @@
+"""A batch order of another package with any mistake is asked no more, and never reaches the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.cluster import Phase
+from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.guarded import LATE_IN_A_ROW, GuardedOrder, guarded
+from tailrace.intra.orders import Fcfs
+from tailrace.intra.registry import UnknownIntraError
+
+JOB = JobView(7, Phase.ANSWERING, 10, 5, 5)
+# Each method, what it is asked, and what is said after a mistake.
+POINTS: dict[str, tuple[tuple[Any, ...], object]] = {
+    "rank": ((JOB,), (7,)),
+    "rank_holds": ((JOB,), None),
+    "lapses_s": ((JOB,), None),
+    "takes_from": (((1, 7), (2, 8)), False),
+    "level": (((1, 7),), ()),
+    "demoted": ((JOB,), False),
+    "prefill_budget": ((100, 3), 97),
+}
+
+
+class Liar(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+
+def raising(error: BaseException) -> Callable[..., object]:
+    def method(*_: object) -> object:
+        raise error
+
+    return method
+
+
+WRONG = st.sampled_from(
+    [
+        math.nan,
+        math.inf,
+        -1,
+        "text",
+        Liar(),
+        [],
+        (),
+        (1, 8),
+        (7.5, math.nan, 7),
+        ("a", 7),
+        (1 << 200, 7),
+        {},
+        object(),
+        1j,
+        1 << 200,
+    ]
+)
+ERRORS = st.sampled_from(
+    [ValueError("x"), SystemExit(2), KeyboardInterrupt(), RecursionError(), GeneratorExit(), MemoryError()]
+)
+# Which of WRONG each method may return.
+ALLOWED: dict[str, Callable[[Any], bool]] = {
+    "lapses_s": lambda value: value == -1,
+    "level": lambda value: value in ((), (1, 8)),
+}
+
+
+def wrong_order(point: str, method: Callable[..., object]) -> IntraPolicy:
+    return type("Wrong", (Fcfs,), {point: method})()
+
+
+@given(st.sampled_from([*POINTS]), WRONG)
+def test_a_wrong_answer_is_the_last_one_asked_for(point: str, wrong: object) -> None:
+    if (allowed := ALLOWED.get(point)) is not None and type(wrong) in (int, tuple) and allowed(wrong):
+        return
+    check(GuardedOrder("mine", wrong_order(point, lambda *_: wrong)), point)
+
+
+@given(st.sampled_from([*POINTS]), ERRORS)
+def test_so_is_an_exception(point: str, error: BaseException) -> None:
+    check(GuardedOrder("mine", wrong_order(point, raising(error))), point)
+
+
+def check(order: GuardedOrder, point: str) -> None:
+    arguments, default = POINTS[point]
+    assert getattr(order, point)(*arguments) == default
+    assert order.mistake.startswith(f"{point}: ")
+    assert not order.preemptive and not order.receives_on_host
+    for other, (those, said) in POINTS.items():
+        assert getattr(order, other)(*those) == said
+
+
+def test_ranks_are_of_one_length() -> None:
+    class Growing(Fcfs):
+        ranks: ClassVar = [(1, 7), (1, 2, 7)]
+
+        def rank(self, job: JobView) -> Rank:
+            rank: Rank = self.ranks[job.output_tokens]
+            return rank
+
+    order = GuardedOrder("growing", Growing())
+    assert order.rank(JobView(7, Phase.PREFILL, 10, 0, 0)) == (1, 7)
+    assert order.rank(JobView(7, Phase.PREFILL, 10, 1, 0)) == (7,)
+    assert "not what IntraPolicy.rank returns" in order.mistake
+
+
+def test_late_answers_in_a_row_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(x * 0.1 for x in range(100))
+    monkeypatch.setattr("tailrace.intra.guarded.time.perf_counter", lambda: next(times))
+    order = GuardedOrder("slow", Fcfs())
+    for _ in range(LATE_IN_A_ROW):
+        assert not order.mistake
+        order.demoted(JOB)
+    assert order.mistake == "demoted: took 0.1 s (allowed: 0.05 s)"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("watermark", 1.5),
+        ("watermark", "a"),
+        ("pass_over", math.nan),
+        ("preemptive", 1),
+        ("receives_on_host", None),
+        ("watermark", property(raising(SystemExit(1)))),
+    ],
+)
+def test_a_wrong_attribute_is_named(attribute: str, value: object) -> None:
+    class Wrong(Fcfs):
+        def __init__(self) -> None:
+            pass
+
+    setattr(Wrong, attribute, value)
+    with pytest.raises(UnknownIntraError, match=r"order 'mine': "):
+        guarded("mine", Wrong())
+
+
+def test_orders_of_this_package_are_asked_directly() -> None:
+    order = Fcfs()
+    assert guarded("fcfs", order) is order and guarded("vllm", None) is None
