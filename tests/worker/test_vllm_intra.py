@@ -19,8 +19,8 @@ from vllm.v1.request import Request
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.earliest_due import RANK_TOKENS, EarliestDue
-from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.guarded import GuardedOrder
+from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
 from tests.waiting import WAIT_S
