@@ -14,6 +14,7 @@ import grpc
 
 from scheduler_svc.metrics import SchedulerMetrics
 from tailrace.control.events import ReportsStopped
+from tailrace.control.report_numbers import check_size, clear_wrong_numbers
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels, decoded, preferred
@@ -100,6 +101,8 @@ KIND: Final = "monitor"
 _RETRY_S: Final = 0.25
 # Their name as loops.
 _WATCHES: Final = "monitor watches"
+# Its name among what can be unreadable.
+_REPORT: Final = "report of a worker"
 _WATCH: Final = "/tailrace.v1.Monitor/Watch"
 
 
@@ -182,10 +185,13 @@ class MonitorWatch:
                 report = monitor_pb2.WorkerReport.FromString(encoded)
                 instance_id = report.instance_id
                 reported.add(instance_id)
+                check_size(report)
+                if cleared := clear_wrong_numbers(report):
+                    unreadable(_REPORT, f"{instance_id} by {address}", f"wrong {', '.join(cleared)}")
                 if self._merged.is_new(address, report):
                     self._on_report(report, time.monotonic())
             except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
-                unreadable("report of a worker", f"{instance_id or 'without a name'} by {address}", error)
+                unreadable(_REPORT, f"{instance_id or 'without a name'} by {address}", error)
         self._merged.end_delta(address, delta, reported)
         self._update_silent()
 

@@ -73,7 +73,9 @@ ALLOWED: dict[str, Callable[[Any], bool]] = {
 
 
 def wrong_order(point: str, method: Callable[..., object]) -> IntraPolicy:
-    return type("Wrong", (Fcfs,), {point: method})()
+    order = Fcfs()
+    setattr(order, point, method)
+    return order
 
 
 @given(st.sampled_from([*POINTS]), WRONG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -160,6 +161,11 @@ async def test_a_report_that_cannot_be_read_or_applied_is_skipped_alone() -> Non
             deltas.put_nowait(encoded_delta(report("c", 1).SerializeToString()))
             assert await taken.get() == "c"
             assert watches.empty() and skipped("report of a worker") == before + 2
+            wrong = report("e", 1)
+            wrong.load.prefill_delay_s = math.nan
+            deltas.put_nowait(encoded_delta(wrong.SerializeToString()))
+            assert await taken.get() == "e"
+            assert skipped("report of a worker") == before + 3
             undecodable, failed = skipped("reply of a service"), failures_of("monitor watches")
             deltas.put_nowait(UNDECODABLE)
             # The new watch begins with a snapshot, so nothing is lost.

@@ -234,7 +234,9 @@ async def test_an_order_with_a_mistake_costs_its_order_alone(
 ) -> None:
     sampling = params(max_tokens=20, temperature=1.0, seed=4)
     reference = await front.run(engine, ANSWERING, sampling)
-    await serve_by(engine, GuardedOrder("mine", type("Mine", (Mistaken,), {"ranks": ranks})()))
+    order = Mistaken()
+    order.ranks = ranks
+    await serve_by(engine, GuardedOrder("mine", order))
     streams = [front.stream(ANSWERING, sampling) for _ in range(4)]
     submit_together(engine, front, streams)
     await front.until(lambda: all(stream.finished for stream in streams))
