@@ -122,7 +122,6 @@ class Following:
         """Write suspensions to etcd; run until cancelled."""
         while True:
             await self._suspending.wait()
-            self._suspending.clear()
             while (record := self._suspension) is not None:
                 try:
                     revision = await self._settings.suspend_policy(record, self._control.active.default)
@@ -135,6 +134,8 @@ class Following:
                     if revision:
                         self._policy = _written(record, revision)
                     self.follow()
+            # Not before: if this loop fails and starts again, there is still something to write.
+            self._suspending.clear()
 
     # ---- calls that do not return, as seen from the watchdog's thread
 

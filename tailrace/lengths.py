@@ -29,9 +29,12 @@ ROWS_MAX: Final = 8_192
 class Rows:
     """Rows of one part of the period, each standing for `weight` rows."""
 
-    # Shape [n, columns], in tokens.
+    # Shape [n, columns], in tokens; read-only, as views of many moments share it.
     rows: Ints
     weight: int
+
+    def __post_init__(self) -> None:
+        self.rows.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from tailrace.bounded import printable
+
 _TEXT_MAX: Final = 300
 # Frames of a traceback among which the plugin's own is looked for; an endless recursion has a thousand.
 _FRAMES_MAX: Final = 20
@@ -47,14 +49,14 @@ def load_plugin(point: EntryPoint) -> object:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what a plugin raised and where in it, in one line, whatever the exception is."""
+    """Return what a plugin raised and where in it, in one printable line, whatever the exception is."""
     try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001 - its text, too, comes from the plugin
-        text = ""
-    name = type(error).__name__
-    line = " ".join(f"{name}: {text[:_TEXT_MAX]}".split()) if text else name
-    return line + _where(error.__traceback__)
+        text = str(error)[:_TEXT_MAX]
+        name = type(error).__name__
+        line = " ".join(f"{name}: {text}".split()) if text else name
+        return printable(line + _where(error.__traceback__))
+    except BaseException:  # noqa: BLE001 - its text and its class come from the plugin, too
+        return "an exception that cannot be shown"
 
 
 def _where(trace: TracebackType | None) -> str:

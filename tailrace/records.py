@@ -22,10 +22,12 @@ from tailrace.slo import Slo
 
 _NAME: Final = 512
 
-# Beyond, a number is lost in the arithmetic of floats, and does not fit the messages that carry it.
-_MOST: Final = 2**53
+# Beyond, a number does not fit the messages that carry it.
+_MOST: Final = 2**32 - 1
 _Count = Annotated[int, Meta(ge=0, le=_MOST)]
 _Size = Annotated[int, Meta(ge=1, le=_MOST)]
+# Beyond, it is lost in the arithmetic of floats.
+_Bytes = Annotated[int, Meta(ge=0, le=2**53)]
 _Number = Annotated[float, Meta(ge=-1e15, le=1e15)]
 _Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
 # What tables show and logs name.
@@ -61,7 +63,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: _Count
     max_model_len: _Size
     max_num_seqs: _Size
-    kv_bytes_per_token: _Count
+    kv_bytes_per_token: _Bytes
     started_s: _Amount
     # The measured profile that applies to it, `profiles/<kind>`; empty: the worker has a profile of its own.
     profile_kind: str = ""

@@ -80,6 +80,10 @@ class ActivePolicy:
         except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
             log.error("cannot switch to policy %s, keeping %s: %s", record.name, self.name, error)
             return False
+        # A record that nobody foresaw must not keep a scheduler from starting.
+        except Exception:
+            log.exception("cannot switch to policy %s, keeping %s", record.name, self.name)
+            return False
         return True
 
     def switch(self, record: PolicyRecord, slo: Slo) -> None:

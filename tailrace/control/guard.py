@@ -106,8 +106,9 @@ class PolicyGuard:
             answer = ask(policy, question)
         except BadAnswer as error:
             why = str(error)
-        took_s = time.perf_counter() - began_s
-        self.call = None
+        finally:
+            took_s = time.perf_counter() - began_s
+            self.call = None
         self._metrics.observe_duration(point, took_s)
         if not why:
             budget_s = self._budget_s(policy_in_force, point)

@@ -28,6 +28,7 @@ from tailrace.policy.requests import (
     RequestTable,
     decodes,
     phase_share,
+    read_only,
     reasoning_of,
     share_of,
 )
@@ -293,7 +294,7 @@ class ReportedRows:
         """Return a column of a table of these requests, by its name in RequestTable."""
         made = self._made.get(name)
         if made is None:
-            made = self._made[name] = self._make_column(name)
+            made = self._made[name] = read_only(self._make_column(name))
         return made
 
     def _make_column(self, name: str) -> NDArray[Any]:

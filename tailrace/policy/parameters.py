@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -28,6 +28,10 @@ _BOOLEANS: Final = {"true": True, "false": False}
 class ParameterError(ValueError):
     """A parameter is unknown or has a value that is not allowed; the message names the policy, the parameter,
     the value and what is allowed."""
+
+
+# Beyond, an integer is lost in the arithmetic of floats, or is no float at all.
+_LARGEST: Final = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class Parameter:
             in_range = not self.choices or converted in self.choices
         elif not isinstance(converted, bool):
             in_range = (
-                math.isfinite(converted)
+                abs(converted) <= (_LARGEST if self.type is int else sys.float_info.max)
                 and (self.minimum is None or converted >= self.minimum)
                 and (self.maximum is None or converted <= self.maximum)
             )

@@ -62,8 +62,15 @@ class Column(Generic[T]):
     def __get__(self, table: RequestTable, owner: type[RequestTable]) -> NDArray[T]:
         made = table.columns.get(self.name)
         if made is None:
-            made = table.columns[self.name] = table.make_column(self)
+            made = table.columns[self.name] = read_only(table.make_column(self))
         return made
+
+
+def read_only(array: NDArray[T]) -> NDArray[T]:
+    """Return the array, which cannot be written to from now on: policies and shadows share it, and a write
+    would change what the next one decides."""
+    array.setflags(write=False)
+    return array
 
 
 def _or_nan(value: float | None) -> float:
@@ -71,7 +78,7 @@ def _or_nan(value: float | None) -> float:
 
 
 class RequestTable(Sequence[RequestView]):
-    """The requests of an instance at one moment. Immutable; columns must not be changed by who reads them.
+    """The requests of an instance at one moment. Immutable, its columns included.
 
     This class makes everything from views. Where requests come in another form, a subclass makes views and
     columns from it, and only those that are read.

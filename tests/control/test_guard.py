@@ -59,6 +59,34 @@ class Evil(Exception):
     __repr__ = __str__
 
 
+class SlyText(str):
+    """A text that fails when it is shortened."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: object) -> str:
+        raise SystemExit(4)
+
+
+class Sly(Exception):
+    """An exception whose text is one of those."""
+
+    def __str__(self) -> str:
+        return SlyText("sly")
+
+
+class NamelessKind(type):
+    """A class whose name cannot be read."""
+
+    @property  # type: ignore[override]
+    def __name__(cls) -> str:
+        raise SystemExit(5)
+
+
+class Nameless(Exception, metaclass=NamelessKind):
+    """An exception of such a class."""
+
+
 def recurse() -> None:
     """Recurse until the interpreter refuses."""
     recurse()
@@ -77,6 +105,9 @@ RAISED: tuple[Callable[[], BaseException], ...] = (
     lambda: BaseExceptionGroup("several", [SystemExit(), ValueError()]),
     lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
     Evil,
+    lambda: ValueError("a lone surrogate \udc80, a bell \a"),
+    lambda: Sly(),
+    lambda: Nameless(),
     lambda: BadAnswer("forged"),
 )
 

@@ -119,3 +119,13 @@ def test_a_request_is_counted_as_its_view_says(rows: dict[str, monitor_pb2.Reque
         has_slot = view.state in (RequestState.RUNNING, RequestState.PAUSED)
         assert requests.counted(name) == CountedRequest(view.context_tokens, view.kv_tokens, has_slot)
         assert requests.prompt_tokens(name) == view.prompt_tokens
+
+
+def test_columns_cannot_be_written_to() -> None:
+    """Policies and shadows share them."""
+    row = monitor_pb2.RequestReport(request_id="r0", prompt_tokens=1)
+    requests = ReportedRequests(reported({"r0": row}), {}, ())
+    for table in (requests, RequestTable(tuple(requests))):
+        for name in [name for name, value in vars(RequestTable).items() if isinstance(value, Column)]:
+            with pytest.raises(ValueError, match="read-only"):
+                getattr(table, name)[:] = 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.control.active_policy import ActivePolicy
 from tailrace.intra.registry import INTRA_POLICIES
 from tailrace.policy import registry
 from tailrace.policy.ares.policy import Ares
@@ -25,6 +26,7 @@ from tailrace.policy.parameters import (
 )
 from tailrace.policy.pascal import Pascal
 from tailrace.policy.tailrace.policy import Tailrace
+from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 
 
@@ -84,6 +86,7 @@ def test_values_are_converted_to_the_declared_type(name: str, given_value: Value
         ("count", "2.5", "an integer"),
         ("count", 2.5, "an integer"),
         ("count", True, "an integer"),
+        ("count", 10**400, "an integer"),
         ("share", "-0.1", "a number of at least 0"),
         ("share", "nan", "a number of at least 0"),
         ("share", "inf", "a number of at least 0"),
@@ -101,6 +104,11 @@ def test_errors_state_what_is_allowed(name: str, given_value: Value, message: st
     with pytest.raises(ParameterError) as error:
         parse_parameters("policy 'p'", DECLARED, {name: given_value})
     assert message in str(error.value)
+
+
+def test_an_integer_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(ParameterError, match="horizon_tokens"):
+        ActivePolicy(PolicyRecord(name="ares", parameters={"horizon_tokens": 10**400}))
 
 
 def test_a_policy_without_parameters_says_so() -> None:

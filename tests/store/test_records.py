@@ -186,6 +186,7 @@ def test_any_bytes_are_read_or_refused(given_input: tuple[str, bytes]) -> None:
         ("instances/a", encoded("a").replace(b'"block_tokens":16', b'"block_tokens":0')),
         ("instances/a", encoded("a").replace(b'"kv_blocks_total":100', b'"kv_blocks_total":-1')),
         ("instances/a", encoded("a").replace(b'"max_model_len":4096', b'"max_model_len":1e999')),
+        ("instances/a", encoded("a").replace(b'"block_tokens":16', b'"block_tokens":4294967296')),
         ("instances/a", encoded("a") + b" " * VALUE_BYTES),
         ("leader/monitor", msgspec.json.encode(SERVICE)),
         ("services/scheduler/t", msgspec.json.encode(SERVICE)),
@@ -219,7 +220,9 @@ def test_slos_out_of_range_are_refused(field: str, value: bytes) -> None:
         read_slo(record)
 
 
-@pytest.mark.parametrize("bounds", [[(5, 1)], [(3, 3)], [(-1, 4)], [(0, 10), (5, 20)], [(10, 20), (0, 10)]])
+@pytest.mark.parametrize(
+    "bounds", [[(5, 1)], [(3, 3)], [(0, 2**40)], [(-1, 4)], [(0, 10), (5, 20)], [(10, 20), (0, 10)]]
+)
 def test_stages_that_are_no_ranges_are_refused(bounds: list[tuple[int, int]]) -> None:
     records = [StageRecord(lo=lo, hi=hi, instance_ids=["a"]) for lo, hi in bounds]
     with pytest.raises(UnreadableRecord):
