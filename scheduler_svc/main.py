@@ -150,10 +150,11 @@ async def serve(
     """
     async with open_service(KIND, common) as service:
         leading = Leadership()
-        parts = Parts(service, policy, leading, budgets, hung, scaling)
+        parts = Parts(service, policy, leading, budgets, scaling)
         route = LeaderRoute(common.member_id, service.members, service.channels, leading)
         allowed = [AdminErrors(), LeaderForwarding(route)]
         async with (
+            parts.following_members(hung),
             auditing(common.member_id, audit_log) as audit,
             serve_grpc(common.listen, parts.servicers, common.transport, [audit], allowed) as server,
             await service.stand(server.address, leading) as membership,
@@ -196,7 +197,6 @@ class Parts:
         policy: PolicyRecord,
         leading: Leadership,
         budgets: Budgets,
-        hung: PolicyRecord | None,
         scaling: Scaling,
     ) -> None:
         self.metrics = SchedulerMetrics(service.registry)
@@ -223,10 +223,6 @@ class Parts:
         self._following = Following(self.control, service.members, settings, guard)
         guard.on_suspend = self._following.suspend
         self.metrics.policy_suspended.set_function(lambda: float(bool(self.active.record.suspended)))
-        if hung is not None:
-            self._following.suspend_record(hung)
-        self._follow_members()
-        service.members.add_listener(self._follow_members)
         self._loop = DecisionLoop(self.control, leading, self.metrics, self._desired.asked_in_vain)
         self._drainer = Drainer(self.state, self.actuator, leading)
         name = service.common.member_id
@@ -262,6 +258,17 @@ class Parts:
             Servicer(add_AdminServicer_to_server, admin, "tailrace.v1.Admin"),
         ]
 
+    @asynccontextmanager
+    async def following_members(self, hung: PolicyRecord | None) -> AsyncIterator[None]:
+        """Follow etcd, and watch the calls of policies, the loading of the first one included, during the
+        block. `hung`: as in `serve`."""
+        with self._following.watched_calls():
+            if hung is not None:
+                self._following.suspend_record(hung)
+            self._follow_members()
+            self._members.add_listener(self._follow_members)
+            yield
+
     async def run(self) -> None:
         """Run until cancelled."""
         loops: dict[str, Loop] = {
@@ -278,9 +285,8 @@ class Parts:
                 self._members, self._settings.delete_orphaned_records, self._leading
             ),
         }
-        with self._following.watched_calls():
-            async with supervised(loops):
-                await asyncio.get_running_loop().create_future()
+        async with supervised(loops):
+            await asyncio.get_running_loop().create_future()
 
     def _clusters(self) -> list[admin_pb2.ClusterInfo]:
         below = self._below.records.items()

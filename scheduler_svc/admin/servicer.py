@@ -36,6 +36,7 @@ from scheduler_svc.settings import Settings
 from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.messages import POOLS, given_objectives, pool_number, profile_message, slo_message
+from tailrace.policy.registry import load_all
 from tailrace.service.channels import Channels
 from tailrace.store.membership import Membership
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, profile_pb2, types_pb2, worker_pb2
@@ -44,6 +45,7 @@ OPERATOR: Final = "operator"
 # A worker tells at once what came to it, and in its steady reports what was lost on the way.
 _SHOWN_WITHIN_S: Final = 1.0
 _POLL_S: Final = 0.01
+_LOAD_S: Final = 2.0
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
@@ -118,6 +120,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         context: grpc.aio.ServicerContext[admin_pb2.ListPoliciesRequest, admin_pb2.ListPoliciesReply],
     ) -> admin_pb2.ListPoliciesReply:
         """List installed policies."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_S):
+                # A package that was installed since: its import may take long, or never end.
+                await asyncio.to_thread(load_all)
         infos = listing.policy_infos(self._active.record, self._active.values)
         return admin_pb2.ListPoliciesReply(policies=infos)
 

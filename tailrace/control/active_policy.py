@@ -17,8 +17,7 @@ from tailrace.policy.registry import (
     all_parameters,
     declared,
     load,
-    names,
-    problem_of,
+    load_all,
 )
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
@@ -121,6 +120,6 @@ def _format_record(record: PolicyRecord) -> str:
 async def warm_up() -> None:
     """Import all policies in a thread, so that the first switch to one does not delay placements by its
     import."""
-    for name in await asyncio.to_thread(names):
-        if problem := await asyncio.to_thread(problem_of, name):
+    for problem in (await asyncio.to_thread(load_all)).values():
+        if problem:
             log.warning("%s", problem)

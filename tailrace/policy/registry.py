@@ -107,6 +107,11 @@ def problem_of(name: str) -> str:
     return _problems[point]
 
 
+def load_all() -> dict[str, str]:
+    """Create each installed policy once; return by name why it cannot be used (empty: it can)."""
+    return {name: problem_of(name) for name in names()}
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a policy's name in full stands for: where requests go, in which order an instance serves them, and

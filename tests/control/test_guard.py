@@ -78,9 +78,10 @@ class Sly(Exception):
 class NamelessKind(type):
     """A class whose name cannot be read."""
 
-    @property  # type: ignore[override]
-    def __name__(cls) -> str:
-        raise SystemExit(5)
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__name__":
+            raise SystemExit(5)
+        return super().__getattribute__(name)
 
 
 class Nameless(Exception, metaclass=NamelessKind):

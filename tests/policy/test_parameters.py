@@ -118,7 +118,7 @@ def test_a_policy_without_parameters_says_so() -> None:
         registry.load("round_robin", parameters={"x": 1})
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans())
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53) | st.booleans())
 def test_formatted_values_are_read_back(value: float | int | bool) -> None:
     assert Parameter(value, "any").parse(format_value(value)) == value
 
