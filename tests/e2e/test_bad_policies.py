@@ -10,12 +10,16 @@ import grpc
 import pytest
 
 from tailrace.v1 import admin_pb2, scheduler_pb2, scheduler_pb2_grpc
-from tests.harness.bad_policies import BAD_POLICIES, HANGING, REFUSED, install
+from tests.harness.bad_policies import BAD_POLICIES, HANGING, ORDERED, REFUSED, install
+from tests.harness.chats import Chats
 from tests.harness.fleet import Fleet
 from tests.harness.processes import wait_until
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
+WORKERS = ("w0", "w1")
+PROMPT = "A prompt that a simulated engine answers at some length."
 SCHEDULERS = ("scheduler-0", "scheduler-1")
 REQUESTS = 20
 
@@ -28,12 +32,20 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet = Fleet(root, "simulated")
         try:
             fleet.start_control(schedulers=2)
-            for name in ("w0", "w1"):
-                fleet.start_worker(name)
-            fleet.wait_instances(("w0", "w1"))
+            for name in WORKERS:
+                fleet.start_worker(name, ["--intra", "policy"])
+            fleet.wait_instances(WORKERS)
+            fleet.start_frontend()
             yield fleet
         finally:
             fleet.close()
+
+
+@pytest.fixture(scope="module")
+def chats(fleet: Fleet) -> Iterator[Chats]:
+    chats = Chats(fleet.http)
+    yield chats
+    chats.close()
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +92,21 @@ def test_a_policy_with_a_mistake(fleet: Fleet, table: list[str], name: str) -> N
     table.append(f"{name} | {placed} | {sum(alive)} of 2 | {restarts} | {then} | {works_s:.2f}")
     assert all(alive) and [fleet.processes[each].pid for each in SCHEDULERS] == pids
     assert (restarts > 0) is (name in HANGING)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_a_batch_order_with_a_mistake_disturbs_no_stream(fleet: Fleet, chats: Chats, name: str) -> None:
+    assert _set(fleet, "least_loaded")
+    reference = chats.run(PROMPT, max_tokens=200)
+    pids = [fleet.processes[each].pid for each in WORKERS]
+    running = [chats.start(PROMPT, max_tokens=200) for _ in range(8)]
+    assert _set(fleet, name)
+    running += [chats.start(PROMPT, max_tokens=200) for _ in range(8)]
+    assert all(reference.same_text_and_usage(each.result(timeout=WAIT_S)) for each in running)
+    assert [fleet.processes[each].pid for each in WORKERS] == pids
+    assert all(fleet.processes[each].alive for each in WORKERS)
+    assert any("has made a mistake" in fleet.processes[each].text() for each in WORKERS)
+    assert _set(fleet, "least_loaded")
 
 
 def test_set_policy_works_while_a_scheduler_hangs(fleet: Fleet, table: list[str]) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from tailrace.actions import Migrate, Place, SetStages
-from tailrace.cluster import Stage
+from tailrace.cluster import Phase, Stage
+from tailrace.intra.base import JobView, Rank
+from tailrace.intra.orders import Fcfs
 from tailrace.policy.least_loaded import LeastLoaded
 
 
@@ -169,11 +171,59 @@ HANGING: Final = frozenset({"SlowPlace", "NeverReturnsFromPlace", "NeverReturnsF
 """Those for which a scheduler restarts, under the same process ID."""
 
 
+class RaisesInRank(Fcfs):
+    """A batch order that fails at every request."""
+
+    def rank(self, job: JobView) -> Rank:
+        raise KeyError(job.arrival)
+
+
+class RanksAlike(Fcfs):
+    """Forgot that ranks must be distinct."""
+
+    def rank(self, job: JobView) -> Rank:
+        return (int(job.phase is Phase.PREFILL),)
+
+
+class NoBudget(Fcfs):
+    """Forgot to return it."""
+
+    def prefill_budget(self, step_tokens: int, decoding: int) -> int:
+        return None  # type: ignore[return-value]
+
+
+BAD_ORDERS = {kind.__name__: kind for kind in (RaisesInRank, RanksAlike, NoBudget)}
+
+
+class ServesByRaisesInRank(LeastLoaded):
+    """Has that batch order."""
+
+    batch_order = RaisesInRank.__name__
+
+
+class ServesByRanksAlike(LeastLoaded):
+    """Has that batch order."""
+
+    batch_order = RanksAlike.__name__
+
+
+class ServesByNoBudget(LeastLoaded):
+    """Has that batch order."""
+
+    batch_order = NoBudget.__name__
+
+
+ORDERED: Final = ("ServesByRaisesInRank", "ServesByRanksAlike", "ServesByNoBudget")
+"""Policies that place well, with a batch order that makes a mistake on workers."""
+
+
 def install(folder: Path) -> str:
     """Write what an installed package with these policies has; return the PYTHONPATH that finds it."""
     about = folder / "bad_policies-1.0.dist-info"
     about.mkdir(parents=True)
     about.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: bad_policies\nVersion: 1.0\n")
-    lines = [f"{name} = {__name__}:{name}" for name in BAD_POLICIES]
-    about.joinpath("entry_points.txt").write_text("\n".join(["[tailrace.policies]", *lines, ""]))
+    lines = ["[tailrace.policies]"]
+    lines += [f"{name} = {__name__}:{name}" for name in (*BAD_POLICIES, *ORDERED)]
+    lines += ["[tailrace.batch_orders]", *(f"{name} = {__name__}:{name}" for name in BAD_ORDERS), ""]
+    about.joinpath("entry_points.txt").write_text("\n".join(lines))
     return f"{folder}:{Path(__file__).parents[1]}"
