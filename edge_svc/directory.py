@@ -37,6 +37,9 @@ _RUST_FIELDS: Final[Mapping[str, frozenset[bytes]]] = {
     "return_mm_kwargs": _OFF,
     "prompt_logprobs": _UNSET,
     "structured_outputs": _UNSET,
+    "allowed_token_ids": _UNSET,
+    "bad_words": _UNSET | {b"[]"},
+    "repetition_detection": _UNSET,
     # It uses one without --trust-request-chat-template.
     "chat_template": _UNSET,
 }
@@ -67,6 +70,9 @@ class Asked(msgspec.Struct):
     request_id: msgspec.Raw = _NOTHING
     session_id: msgspec.Raw = _NOTHING
     n: msgspec.Raw = _NOTHING
+    allowed_token_ids: msgspec.Raw = _NOTHING
+    bad_words: msgspec.Raw = _NOTHING
+    repetition_detection: msgspec.Raw = _NOTHING
     use_beam_search: msgspec.Raw = _NOTHING
     length_penalty: msgspec.Raw = _NOTHING
     spaces_between_special_tokens: msgspec.Raw = _NOTHING

@@ -30,7 +30,7 @@ from tests.waiting import WAIT_S
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 
 from safetensors import safe_open
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -915,7 +915,9 @@ async def shape_bytes(engine: VllmEngine) -> int:
 
 
 @pytest.mark.parametrize(
-    "frames", [[b"\x00garbage"], [], "long", "vocabulary"], ids=["garbage", "nothing", "long", "vocabulary"]
+    "frames",
+    [[b"\x00garbage"], [], "long", "vocabulary", "patterns"],
+    ids=["garbage", "nothing", "long", "vocabulary", "patterns"],
 )
 async def test_impossible_request_is_answered_with_failed(
     engine: VllmEngine, front: Front, frames: list[bytes] | str
@@ -924,6 +926,9 @@ async def test_impossible_request_is_answered_with_failed(
         stream = front.stream([5] * 3000, params())
     elif frames == "vocabulary":
         stream = front.stream([5, 70_000], params())
+    elif frames == "patterns":
+        wide = RepetitionDetectionParams(10**9, 200, 2)
+        stream = front.stream(ANSWERING, params(repetition_detection=wide))
     else:
         stream = front.stream(ANSWERING, params())
         assert not isinstance(frames, str)

@@ -85,7 +85,11 @@ INTERNALS: Final[Uses] = {
     "vllm.sampling_params": "SamplingParams SamplingType",
     "vllm.multimodal.inputs": "MultiModalFeatureSpec",
     "vllm.sampling_params:SamplingType": "RANDOM_SEED",
-    "vllm.sampling_params:SamplingParams": "seed sampling_type prompt_logprobs",
+    "vllm.sampling_params:SamplingParams": """
+        seed sampling_type prompt_logprobs repetition_detection min_tokens max_tokens all_stop_token_ids
+        allowed_token_ids logit_bias bad_words_token_ids""",
+    "vllm.sampling_params:RepetitionDetectionParams": "max_pattern_size",
+    "vllm.envs": "VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS",
     # ---- requests and the scheduler
     "vllm.v1.request": "Request RequestStatus",
     "vllm.v1.request:Request": """

@@ -36,6 +36,7 @@ from worker_agent.engine.vllm.phases import ReasoningMarks, load_marks
 from worker_agent.engine.vllm.rank_facts import RankFacts
 from worker_agent.engine.vllm.request_states import Adoption, Rewind
 from worker_agent.engine.vllm.requests import Grammars
+from worker_agent.engine.vllm.sampling_bounds import sampling_problem
 from worker_agent.engine.vllm.scheduler import PausingScheduler
 
 if TYPE_CHECKING:
@@ -255,6 +256,9 @@ class LoadedCore:
             raise Unrunnable(f"a prompt of {len(prompt)} tokens with max_model_len {self.max_model_len}")
         if not message.mm_features and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
             raise Unrunnable(f"a token id outside the vocabulary of {self._vocab_size}")
+        params = message.sampling_params
+        if params is not None and (problem := sampling_problem(params, self.config.use_v2_model_runner)):
+            raise Unrunnable(problem)
         if self.core.mm_receiver_cache is not None and message.mm_features:
             message.mm_features = self.core.mm_receiver_cache.get_and_update_features(message.mm_features)
         if message.lora_request is not None:
