@@ -21,7 +21,9 @@ from simulator.cluster import ClusterSpec, LengthPredictor, MigrationSpec
 from simulator.request import SimRequest
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
+from tailrace.control.guard import PolicyFailed
 from tailrace.intra.base import IntraPolicy
+from tailrace.intra.guarded import guarded
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.registry import intra_parameters, make_intra
 from tailrace.perf.horizon import FutureLoad
@@ -98,6 +100,10 @@ class UnknownSetupError(ValueError):
     """Unknown policy; the message lists the known ones or says what is wrong with the class."""
 
 
+def _fail(mistake: str) -> None:
+    raise PolicyFailed(mistake)
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A policy and the system it is simulated with."""
@@ -127,7 +133,9 @@ class Setup:
         """Create the order inside an instance; vLLM's own is FCFS. Raise ParameterError."""
         intra_names = {parameter.name for parameter in intra_parameters(self.intra_name)}
         values = {name: value for name, value in self.assigned.items() if name in intra_names}
-        return make_intra(self.intra_name, values, slo) or Fcfs()
+        order = make_intra(self.intra_name, values, slo)
+        # As of policies: it may take as long as it likes, and the run must not go on by guesses.
+        return guarded(self.intra_name, order, _fail, math.inf) or Fcfs()
 
     def with_parameters(self, changes: Mapping[str, Value]) -> Setup:
         """Return the setup with these parameters, parsed. Raise UnknownSetupError or ParameterError.

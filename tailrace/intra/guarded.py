@@ -2,8 +2,8 @@
 
 An order is asked within the engine's step: what it raises would end the engine, and ranks that are not
 distinct would lose a waiting request. So each answer is checked here. After the first mistake the order is
-asked no more: `mistake` says why, and whoever asks replaces the order by the engine's own before the next
-step. Until then the answers are those of first come, first served.
+asked no more: `mistake` says why, and the engine replaces the order by its own before the next step. Until
+then the answers are those of first come, first served. A simulation ends at a mistake.
 """
 
 from __future__ import annotations
@@ -34,10 +34,18 @@ _PASS_OVER_MAX: Final = 1e6
 class GuardedOrder(IntraPolicy):
     """Checks each answer of an order. Attributes are read once, when it is created."""
 
-    def __init__(self, name: str, order: IntraPolicy) -> None:
-        """`name`: of the order, for the log. Raise UnknownIntraError."""
+    def __init__(
+        self,
+        name: str,
+        order: IntraPolicy,
+        on_mistake: Callable[[str], None],
+        budget_s: float = BUDGET_S,
+    ) -> None:
+        """`on_mistake` is called once, with the name and the mistake. Raise UnknownIntraError."""
         self._name = name
         self._order = order
+        self._on_mistake = on_mistake
+        self._budget_s = budget_s
         # Elements of a rank; None before the first.
         self._length: int | None = None
         self._late_in_a_row = 0
@@ -105,29 +113,33 @@ class GuardedOrder(IntraPolicy):
         if wrong:
             return self._fail(f"{point}: {wrong}", default)
         took_s = time.perf_counter() - began_s
-        self._late_in_a_row = self._late_in_a_row + 1 if took_s > BUDGET_S else 0
+        self._late_in_a_row = self._late_in_a_row + 1 if took_s > self._budget_s else 0
         if self._late_in_a_row == LATE_IN_A_ROW:
-            return self._fail(f"{point}: took {took_s:.3g} s (allowed: {BUDGET_S:g} s)", default)
+            return self._fail(f"{point}: took {took_s:.3g} s (allowed: {self._budget_s:g} s)", default)
         return answer
 
     def _fail(self, mistake: str, default: T) -> T:
         self.mistake = mistake
         self.preemptive = self.receives_on_host = False
-        log.error(
-            "the batch order %r has made a mistake; the engine's own serves until another policy or other "
-            "parameters are set: %s",
-            self._name,
-            mistake,
-        )
+        self._on_mistake(f"order {self._name} at {mistake}")
         return default
 
 
-def guarded(name: str, order: IntraPolicy | None) -> IntraPolicy | None:
+def guarded(
+    name: str, order: IntraPolicy | None, on_mistake: Callable[[str], None], budget_s: float = BUDGET_S
+) -> IntraPolicy | None:
     """Return an order whose answers are checked, unless it is one of this package or the engine's own (None).
 
-    Raise UnknownIntraError.
+    The arguments are those of GuardedOrder. Raise UnknownIntraError.
     """
-    return order if order is None or type(order) in INTRA_POLICIES.values() else GuardedOrder(name, order)
+    if order is None or type(order) in INTRA_POLICIES.values():
+        return order
+    return GuardedOrder(name, order, on_mistake, budget_s)
+
+
+def log_mistake(mistake: str) -> None:
+    """Tell an operator of a mistake, and what the engine does."""
+    log.error("%s; the engine's own serves until another policy or other parameters are set", mistake)
 
 
 def _flag(name: str, value: object) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.intra.guarded import LATE_IN_A_ROW, GuardedOrder, guarded
+from tailrace.intra.guarded import LATE_IN_A_ROW, GuardedOrder, guarded, log_mistake
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.registry import UnknownIntraError
 
@@ -82,12 +82,16 @@ def wrong_order(point: str, method: Callable[..., object]) -> IntraPolicy:
 def test_a_wrong_answer_is_the_last_one_asked_for(point: str, wrong: object) -> None:
     if (allowed := ALLOWED.get(point)) is not None and type(wrong) in (int, tuple) and allowed(wrong):
         return
-    check(GuardedOrder("mine", wrong_order(point, lambda *_: wrong)), point)
+    check(guard(wrong_order(point, lambda *_: wrong)), point)
 
 
 @given(st.sampled_from([*POINTS]), ERRORS)
 def test_so_is_an_exception(point: str, error: BaseException) -> None:
-    check(GuardedOrder("mine", wrong_order(point, raising(error))), point)
+    check(guard(wrong_order(point, raising(error))), point)
+
+
+def guard(order: IntraPolicy) -> GuardedOrder:
+    return GuardedOrder("mine", order, log_mistake)
 
 
 def check(order: GuardedOrder, point: str) -> None:
@@ -107,7 +111,7 @@ def test_ranks_are_of_one_length() -> None:
             rank: Rank = self.ranks[job.output_tokens]
             return rank
 
-    order = GuardedOrder("growing", Growing())
+    order = guard(Growing())
     assert order.rank(JobView(7, Phase.PREFILL, 10, 0, 0)) == (1, 7)
     assert order.rank(JobView(7, Phase.PREFILL, 10, 1, 0)) == (7,)
     assert "not what IntraPolicy.rank returns" in order.mistake
@@ -116,7 +120,7 @@ def test_ranks_are_of_one_length() -> None:
 def test_late_answers_in_a_row_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(x * 0.1 for x in range(100))
     monkeypatch.setattr("tailrace.intra.guarded.time.perf_counter", lambda: next(times))
-    order = GuardedOrder("slow", Fcfs())
+    order = guard(Fcfs())
     for _ in range(LATE_IN_A_ROW):
         assert not order.mistake
         order.demoted(JOB)
@@ -141,9 +145,9 @@ def test_a_wrong_attribute_is_named(attribute: str, value: object) -> None:
 
     setattr(Wrong, attribute, value)
     with pytest.raises(UnknownIntraError, match=r"order 'mine': "):
-        guarded("mine", Wrong())
+        guarded("mine", Wrong(), log_mistake)
 
 
 def test_orders_of_this_package_are_asked_directly() -> None:
     order = Fcfs()
-    assert guarded("fcfs", order) is order and guarded("vllm", None) is None
+    assert guarded("fcfs", order, log_mistake) is order and guarded("vllm", None, log_mistake) is None

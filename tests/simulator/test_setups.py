@@ -17,9 +17,10 @@ from simulator.setups import (
     predictor_for,
     setup_for,
 )
-from simulator.simulation import simulate
+from simulator.simulation import SimulationError, simulate
 from tailrace.actions import WhenFull
 from tailrace.cluster import Pool
+from tailrace.intra import registry as intra_registry
 from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
@@ -31,6 +32,7 @@ from tailrace.policy.least_loaded import LeastLoaded
 from tailrace.policy.parameters import ParameterError
 from tailrace.slo import Slo
 from tests.simulator.worlds import PROFILE
+from tests.worker.orders import Mistaken
 
 KNOWN = Deployment(profile=PROFILE)
 SPEC = ClusterSpec.uniform(4, PROFILE)
@@ -172,6 +174,15 @@ def test_a_policy_whose_module_fails_is_named_with_its_own_line(
     wrong = r"cannot be loaded: ValueError: default 7\.0: a number from 0 to 1 \(night_policy\.py:4\)"
     with pytest.raises(UnknownSetupError, match=wrong):
         setup_for("night_policy:Mine")
+
+
+def test_a_batch_order_with_a_mistake_ends_the_run_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        intra_registry, "INTRA_POLICIES", {**intra_registry.INTRA_POLICIES, "mistaken": Mistaken}
+    )
+    setup = setup_for("least_loaded+mistaken")
+    with pytest.raises(SimulationError, match="order mistaken at rank: ZeroDivisionError: a mistake"):
+        simulate(setup.apply(SPEC, 60.0), REQUESTS, setup.policy(KNOWN), setup.intra())
 
 
 def test_unknown_predictors() -> None:

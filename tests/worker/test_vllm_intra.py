@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.earliest_due import RANK_TOKENS, EarliestDue
-from tailrace.intra.guarded import GuardedOrder
+from tailrace.intra.guarded import GuardedOrder, log_mistake
 from tailrace.intra.orders import DecodeFirst, Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import UnknownIntraError
@@ -236,7 +236,7 @@ async def test_an_order_with_a_mistake_costs_its_order_alone(
     reference = await front.run(engine, ANSWERING, sampling)
     order = Mistaken()
     order.ranks = ranks
-    await serve_by(engine, GuardedOrder("mine", order))
+    await serve_by(engine, GuardedOrder("mine", order, log_mistake))
     streams = [front.stream(ANSWERING, sampling) for _ in range(4)]
     submit_together(engine, front, streams)
     await front.until(lambda: all(stream.finished for stream in streams))

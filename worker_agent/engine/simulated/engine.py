@@ -16,7 +16,7 @@ from tailrace.cache.book import CacheBook
 from tailrace.cache.names import ALGORITHM, Naming
 from tailrace.cluster import Phase
 from tailrace.handover import LIVE, by_replay
-from tailrace.intra.guarded import guarded
+from tailrace.intra.guarded import guarded, log_mistake
 from tailrace.intra.registry import make_intra
 from tailrace.model_identity import ModelIdentity, identify_model
 from tailrace.policy.parameters import NO_PARAMETERS, Value
@@ -262,7 +262,7 @@ class SimulatedEngine:
     def set_intra(
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
-        self._scheduler.use_policy(guarded(name, make_intra(name, parameters, slo)))
+        self._scheduler.use_policy(guarded(name, make_intra(name, parameters, slo), log_mistake))
 
     def stats(self) -> EngineStats:
         mean_ms, p99_ms = self._intervals.mean_and_p99_ms(self._live_clock().time())

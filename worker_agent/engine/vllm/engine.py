@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.version import __version__ as vllm_version
 
-from tailrace.intra.guarded import guarded
+from tailrace.intra.guarded import guarded, log_mistake
 from tailrace.intra.registry import make_intra
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.records import RankRecord
@@ -172,7 +172,7 @@ class VllmEngine:
     def set_intra(
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
-        policy = guarded(name, make_intra(name, parameters, slo))
+        policy = guarded(name, make_intra(name, parameters, slo), log_mistake)
         self._thread.post(lambda: use_policy(policy, self._parts.core, self._parts.table))
 
     def stats(self) -> EngineStats:
