@@ -144,14 +144,20 @@ def list_(file: Path, output: Output) -> None:
     )
     for key in tenant_keys.keys:
         if (tenant := tenant_keys.tenant(key.tenant)) is not None:
-            rates = (tenant.requests_per_minute, tenant.tokens_per_minute)
-            shown = [f"{rate:g}" if rate else "-" for rate in rates]
-            shown += [f"{tenant.burst_seconds:g}" if any(rates) else "-", str(tenant.concurrency or "-")]
-            models = ", ".join(tenant.models) or "all"
-            shown += [str(tenant.priority), str(tenant.longest_prompt or "-"), f"{tenant.weight:g}"]
-            shown.append(tenant.shared_cache or "own")
-            table.add_row(key.key_id, key.tenant, key.created, models, *shown)
+            table.add_row(key.key_id, tenant.name, key.created, *_limits(tenant))
+    with_keys = {key.tenant for key in tenant_keys.keys}
+    for tenant in tenant_keys.tenants:
+        if tenant.name not in with_keys:
+            table.add_row("-", tenant.name, "-", *_limits(tenant))
     print_figures(table)
+
+
+def _limits(tenant: Tenant) -> list[str]:
+    rates = (tenant.requests_per_minute, tenant.tokens_per_minute)
+    shown = [", ".join(tenant.models) or "all", *(f"{rate:g}" if rate else "-" for rate in rates)]
+    shown += [f"{tenant.burst_seconds:g}" if any(rates) else "-", str(tenant.concurrency or "-")]
+    shown += [str(tenant.priority), str(tenant.longest_prompt or "-"), f"{tenant.weight:g}"]
+    return [*shown, tenant.shared_cache or "own"]
 
 
 @keys.command()
@@ -159,7 +165,7 @@ def list_(file: Path, output: Output) -> None:
 @_file_option
 def revoke(key_id: str, file: Path) -> None:
     """Revoke a key by its ID; front ends that can read the file refuse it within a second. Requests in
-    progress continue."""
+    progress continue, and the tenant keeps its limits for the next key."""
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
         try:
             replace(read_keys(file).without_key(key_id))
@@ -167,6 +173,20 @@ def revoke(key_id: str, file: Path) -> None:
             raise UsageProblem(f"there is no key {key_id!r} (tailrace keys list)") from None
         _note_readers(file)
     note(f"{key_id}: revoked")
+
+
+@keys.command()
+@click.argument("tenant")
+@_file_option
+def remove(tenant: str, file: Path) -> None:
+    """Remove a tenant: revoke all its keys, and forget its limits."""
+    with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
+        try:
+            replace(read_keys(file).without_tenant(tenant))
+        except KeyError:
+            raise UsageProblem(f"there is no tenant {tenant!r} (tailrace keys list)") from None
+        _note_readers(file)
+    note(f"{tenant}: removed")
 
 
 def _note_readers(file: Path) -> None:

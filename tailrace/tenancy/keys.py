@@ -116,13 +116,20 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return msgspec.structs.replace(self, keys=(entry, *self.keys))
 
     def without_key(self, key_id: str) -> TenantKeys:
-        """Return a copy without a key, and without its tenant if that was its last key. Raise KeyError."""
+        """Return a copy without a key; its tenant and limits stay. Raise KeyError."""
         remaining = tuple(key for key in self.keys if key.key_id != key_id)
         if len(remaining) == len(self.keys):
             raise KeyError(key_id)
-        named = {key.tenant for key in remaining}
-        tenants = tuple(tenant for tenant in self.tenants if tenant.name in named)
-        return TenantKeys(tenants=tenants, keys=remaining)
+        return msgspec.structs.replace(self, keys=remaining)
+
+    def without_tenant(self, name: str) -> TenantKeys:
+        """Return a copy without a tenant and its keys. Raise KeyError."""
+        if self.tenant(name) is None:
+            raise KeyError(name)
+        return TenantKeys(
+            tenants=tuple(tenant for tenant in self.tenants if tenant.name != name),
+            keys=tuple(key for key in self.keys if key.tenant != name),
+        )
 
 
 class Holder(NamedTuple):

@@ -117,9 +117,29 @@ def test_revoked_key_has_no_owner(file: Path) -> None:
     assert run(file, "revoke", first.split("-")[2]).exit_code == 0
     index = KeyIndex(read_keys(file))
     assert index.holder(first) is None and index.holder(second) is not None
-    run(file, "revoke", second.split("-")[2])
-    assert not read_keys(file).tenants
     assert run(file, "revoke", "none").exit_code == 2
+
+
+def test_a_tenant_without_keys_keeps_its_limits(file: Path) -> None:
+    key = make(file, "a", "--concurrency", "3", "--models", "x")
+    make(file, "b")
+    run(file, "revoke", key.split("-")[2])
+    (line,) = [line.split() for line in run(file, "list").stdout.splitlines() if " a " in line]
+    assert line[:4] == ["-", "a", "-", "x"]
+    key = make(file, "a")
+    owner = KeyIndex(read_keys(file)).holder(key)
+    assert owner is not None and owner.tenant == Tenant(name="a", concurrency=3, models=("x",))
+
+
+def test_a_removed_tenant_leaves_nothing(file: Path) -> None:
+    keys = [make(file, "a", "--concurrency", "3"), make(file, "a")]
+    other = make(file, "b")
+    assert run(file, "remove", "a").exit_code == 0
+    index = KeyIndex(read_keys(file))
+    assert not any(map(index.holder, keys)) and index.holder(other) is not None
+    assert read_keys(file).tenants == (Tenant(name="b"),) and read_keys(file).edge_key
+    result = run(file, "remove", "a")
+    assert result.exit_code == 2 and "there is no tenant 'a'" in result.stderr
 
 
 def test_running_front_end_follows_the_key_file(file: Path) -> None:
@@ -142,7 +162,7 @@ def test_damaged_key_file_is_named(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(KeyFileUnusable, match=r"keys\.json: no usable file of API keys \("):
         KeyFile(file)
-    for command in (["list"], ["make", "a"], ["revoke", "a"]):
+    for command in (["list"], ["make", "a"], ["revoke", "a"], ["remove", "a"]):
         result = run(file, *command)
         assert result.exit_code == 1
         assert f"restore a copy of it, or remove it: tailrace keys make TENANT --file {file}" in result.stderr
