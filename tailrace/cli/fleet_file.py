@@ -70,7 +70,7 @@ def options_of(file: FleetFile) -> ClusterOptions:
     fleet = file.fleet
     # Of several hosts, tailrace/fleet/hosts.py says what each has.
     keys = ("--api-keys", str(file.beside(fleet.keys))) if fleet.keys and not fleet.hosts else ()
-    insecure = ("--insecure",) if fleet.insecure and not fleet.hosts else ()
+    insecure = ("--insecure",) if fleet.insecure_for("frontend") and not fleet.hosts else ()
     models = [
         replace(each, frontend_arguments=(*each.frontend_arguments, *keys, *insecure), others=())
         for each in common_options(file).models

@@ -307,7 +307,13 @@ class Fleet(_Section, frozen=True):
         str, Meta(description="File of users' API keys and tenants (tailrace keys make), beside this one.")
     ] = ""
     tls: Annotated[bool, Meta(description="Mutual TLS everywhere; needed beyond loopback.")] = False
-    insecure: Annotated[bool, Meta(description="Without TLS and keys, in a network of yours alone.")] = False
+    insecure: Annotated[
+        bool,
+        Meta(
+            description="Without TLS and keys, in a network of yours alone. With tls: that engines' ranks on "
+            "several machines, which vLLM does not encrypt, have such a network."
+        ),
+    ] = False
     traces: Annotated[
         str, Meta(description="OTLP endpoint for spans; monitor: for tailrace trace; none: no spans.")
     ] = "monitor"
@@ -329,6 +335,10 @@ class Fleet(_Section, frozen=True):
         if self.http:
             return [("http", self.http)]
         return [(f"models[{number}].http", model.http) for number, model in enumerate(self.models)]
+
+    def insecure_for(self, kind: str) -> bool:
+        """Return whether services of this kind get --insecure: with TLS, it is about engines' ranks alone."""
+        return self.insecure and (kind == "worker" or not self.tls)
 
     def pods_of(self, model: Model) -> Kubernetes:
         """Return what Kubernetes has to know about the pods of a model."""
@@ -579,7 +589,7 @@ def _check(fleet: Fleet) -> None:
     if fleet.traces not in ("monitor", "none") and not re.match(r"https?://[^\s/]", fleet.traces):
         raise FleetError(f"traces: {shown(fleet.traces)} is not monitor, none or http://HOST:PORT")
     for _, address in fleet.users:
-        open_to_all = exposed([address]) and not (fleet.keys or fleet.insecure)
+        open_to_all = exposed([address]) and not (fleet.keys or fleet.insecure_for("frontend"))
         if open_to_all and (fleet.http or "api-key" not in fleet.model.flags):
             raise FleetError(f"keys: users on other machines reach {address}: name a file of keys")
     if hosts:

@@ -334,7 +334,7 @@ def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) ->
             folder = certificate_folder(installed.certificates, kind, member)
             command += ["--tls", folder]
             environment |= span_certificates(folder)
-        command += ["--insecure"] if fleet.insecure else []
+        command += ["--insecure"] if fleet.insecure_for(kind) else []
         if kind == "worker":
             first = KV_PORT + _KV_EACH * number
             command += [

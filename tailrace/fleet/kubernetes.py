@@ -372,7 +372,7 @@ def _service(fleet: Fleet, cluster: str, kind: str, name: str, tier: Tier, *argu
     command += ["--cluster", cluster, "--listen", f"0.0.0.0:{port}"]
     command += ["--metrics", f"0.0.0.0:{port + METRICS_ABOVE}", "--id", _ID, "--advertise", _ADDRESS]
     command += ["--tls", _TLS] if fleet.tls else []
-    command += ["--insecure"] if fleet.insecure else []
+    command += ["--insecure"] if fleet.insecure_for(kind) else []
     environment = span_certificates(_TLS) if fleet.tls else {}
     return PartSpec(
         name,

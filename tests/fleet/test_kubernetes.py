@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tailrace.cli.errors import UsageProblem
 from tailrace.cli.fleet_file import common_options, read_fleet_file
 from tailrace.cli.render import render as cli_render
 from tailrace.fleet.file import Fleet, FleetError
@@ -202,8 +203,18 @@ def test_an_engine_may_span_pods() -> None:
     assert group["size"] == 2
     assert leader[leader.index("--nnodes") :][:4] == ["--nnodes", "2", "--master-addr", "$(POD_IP)"]
     assert node[3:] == ["--worker", "$(LWS_LEADER_ADDRESS):29600", "--node", "$(NODE)", "--insecure"]
+    assert "--insecure" in leader
     scaled = render(changed(FLEETS["nodes"], "kubernetes.scale_to", 4))
     assert find(scaled, "ScaledObject", "worker")["spec"]["scaleTargetRef"]["kind"] == "LeaderWorkerSet"
+
+
+def test_with_tls_insecure_is_about_ranks_alone() -> None:
+    """Users' requests need keys all the same."""
+    made = fleet("nodes")
+    (container,) = find(made, "Deployment", "frontend")["spec"]["template"]["spec"]["containers"]
+    assert "--api-keys" in container["command"] and "--insecure" not in container["command"]
+    with pytest.raises(UsageProblem, match=r"keys: users on other machines reach 0\.0\.0\.0:8000"):
+        render(changed(FLEETS["nodes"], "keys", None))
 
 
 def test_keda_may_scale_to_zero() -> None:
