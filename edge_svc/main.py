@@ -43,7 +43,7 @@ from tailrace.service.tasks import supervised
 from tailrace.store.membership import Membership
 from tailrace.store.model_clusters import ADAPTERS, FRONT_ENDS, ModelClusters
 from tailrace.store.store import Store
-from tailrace.tenancy.file import KeyFile, KeyFileUnusable
+from tailrace.tenancy.file import KeyFile, KeyFileUnusable, register_key_file
 
 log = logging.getLogger(__name__)
 
@@ -204,6 +204,8 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_service(KIND, common))
         members = service.members
+        if keys is not None:
+            register_key_file(service.registry, keys)
         folder = stack.enter_context(private_folder("edge"))
         proxy = Proxy(executable, folder, settings.threads)
         limits = Limits(settings.bounds, keys is not None)

@@ -18,7 +18,6 @@ from typing import Final
 import click
 import msgspec
 from click.core import ParameterSource
-from prometheus_client import CollectorRegistry, Gauge
 
 from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import Readiness
@@ -47,7 +46,7 @@ from tailrace.service.tasks import supervised
 from tailrace.service.vllm_line import VllmCommand, VllmLine, read_line
 from tailrace.store.membership import Membership
 from tailrace.telemetry.metrics import Page
-from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys
+from tailrace.tenancy.file import KeyFile, KeyFileUnusable, read_keys, register_key_file
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 
 log = logging.getLogger(__name__)
@@ -160,7 +159,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         tenants = None
         if settings.api_keys is not None:
             keys = KeyFile(settings.api_keys)
-            _register_key_file(registry, keys)
+            register_key_file(registry, keys)
             if settings.front is Front.RUST:
                 tenants = TenantUsage(keys)
         answers, setting = None, ""
@@ -262,15 +261,6 @@ def _ready_page(readiness: Readiness) -> Page:
     if unready is None:
         return HTTPStatus.OK, "text/plain", b""
     return HTTPStatus(unready.status), "application/json", unready_body(unready)
-
-
-def _register_key_file(registry: CollectorRegistry, file: KeyFile) -> None:
-    unusable = Gauge(
-        "tailrace_frontend_api_keys_unusable",
-        "1 while the file of API keys cannot be read: earlier keys stay in force.",
-        registry=registry,
-    )
-    unusable.set_function(lambda: float(bool(file.problem())))
 
 
 def _check_without_keys(common: CommonOptions, http: str) -> None:

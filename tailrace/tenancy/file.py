@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from prometheus_client import CollectorRegistry, Gauge
 
 from tailrace.bounded import read_regular
 from tailrace.files import replace_file
@@ -70,6 +71,16 @@ class KeyFile:
         if self._problem:
             log.warning("%s: readable again; its keys are in force", self._path)
         self._stamp, self._problem = stamp, ""
+
+
+def register_key_file(registry: CollectorRegistry, file: KeyFile) -> None:
+    """Export whether a process can read its file of keys."""
+    unusable = Gauge(
+        "tailrace_api_keys_unusable",
+        "1 while the file of API keys cannot be read: earlier keys stay in force.",
+        registry=registry,
+    )
+    unusable.set_function(lambda: float(bool(file.problem())))
 
 
 def read_keys(path: Path) -> TenantKeys:

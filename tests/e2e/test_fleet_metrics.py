@@ -32,10 +32,10 @@ OF_TARGETS: Final = {"member", "job", "cluster"}
 _NAMED: Final = re.compile(r"\b(tailrace_\w+)(?:\{([^}]*)\})?")
 _CHOICE: Final = re.compile(r"(\w+)\s*(=~|!~|!=|=)\s*\"([^\"]*)\"")
 _GROUPED: Final = re.compile(r"\bby\s*\(([^)]*)\)")
-# Of clusters with certificates, and of front ends with keys (tests/security, tests/frontend).
+# Of clusters with certificates, and of edges and front ends with keys (tests/security, tests/tenancy).
 ELSEWHERE: Final = {
     "tailrace_certificate_expiry_timestamp_seconds",
-    "tailrace_frontend_api_keys_unusable",
+    "tailrace_api_keys_unusable",
 }
 
 

@@ -349,6 +349,20 @@ def test_an_edge_that_was_restarted_knows_the_tenants(edge: Edge) -> None:
     assert edge.ask("minutes").status_code == 200
 
 
+def test_a_damaged_key_file_is_told_by_both(edge: Edge) -> None:
+    """Whoever reads it goes on with the keys that it has: an alert says so."""
+    content = edge.file.read_bytes()
+
+    def unusable(service: str) -> float:
+        return edge.fleet.metric(service, "tailrace_api_keys_unusable")
+
+    for damaged in (True, False):
+        edge.file.write_bytes(b"rubbish" if damaged else content)
+        for service in ("edge", "frontend"):
+            wait_until(lambda: unusable(service) == damaged, f"{service} to tell")  # noqa: B023 - called here
+        assert edge.ask("a").status_code == 200
+
+
 def test_a_revoked_key(edge: Edge) -> None:
     assert edge.ask("gone").status_code == 200
     with locked_key_file(edge.file) as replace:
