@@ -164,7 +164,7 @@ class Answers:
         tenant = None if holder is None else holder.tenant
         # The field of a form, and the answer that a request without a body resumes, only the front end knows.
         names_model = asked.model or (body and not from_form)
-        if served is not None and tenant is not None and names_model and not _may_use(tenant, served.name):
+        if served is not None and tenant is not None and names_model and not tenant.may_use(served.name):
             self._requests.labels("refused").inc()
             message = f"This key may use {', '.join(tenant.models)}, not {shown(served.name)}."
             return _error(HTTPStatus.FORBIDDEN, "PermissionDeniedError", message, param="model")
@@ -252,7 +252,7 @@ class Answers:
             return self._no_key()
         tenant = None if holder is None else holder.tenant
         names = self._directory().names.values()
-        allowed = [each for each in names if tenant is None or _may_use(tenant, each.name)]
+        allowed = [each for each in names if tenant is None or tenant.may_use(each.name)]
         return web.json_response({"object": "list", "data": [self._model(each) for each in allowed]})
 
     def _model(self, served: Served) -> dict[str, object]:
@@ -360,10 +360,6 @@ def _only_python_can(tenant: Tenant, demand: Demand) -> str:
     if tenant.longest_prompt:
         return "This key has a longest prompt, and vllm-rs cannot be asked for one's length before it begins."
     return ""
-
-
-def _may_use(tenant: Tenant, name: str) -> bool:
-    return not tenant.models or name in tenant.models
 
 
 def _asked(body: bytes) -> Asked:

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import ClassVar, Final
 
+import msgspec
+
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Tenant
@@ -89,7 +91,7 @@ class TenantAdmission:
             message = f"{scope['method']} {path} is not served here."
             await send_error(send, HTTPStatus.NOT_FOUND, "NotFoundError", message)
         elif scope["method"] == "GET":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _for_tenant(tenant, send))
         elif (exceeded := tenants.meter.refusal(tenant, tenants.now_s())) is not None:
             await _send_exceeded(send, exceeded)
         else:
@@ -98,6 +100,40 @@ class TenantAdmission:
                 await self._app(scope, receive, send)
             finally:
                 tenant_of_call.reset(token)
+
+
+def _for_tenant(tenant: Tenant, send: Send) -> Send:
+    """Return a send function for /v1/models that leaves out what the tenant may not use."""
+    starts: list[Message] = []
+    parts: list[bytes] = []
+
+    async def send_list(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            starts.append(message)
+            return
+        parts.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        (start,), body = starts, b"".join(parts)
+        if start["status"] == HTTPStatus.OK:
+            body = _own_models(tenant, body)
+            others = [field for field in start["headers"] if field[0].lower() != b"content-length"]
+            start["headers"] = [*others, (b"content-length", str(len(body)).encode())]
+        await send(start)
+        await send({"type": "http.response.body", "body": body})
+
+    return send_list
+
+
+def _own_models(tenant: Tenant, body: bytes) -> bytes:
+    """Return vLLM's list of models as the tenant may see it: an adapter's root is its path on this server."""
+    listed = msgspec.json.decode(body)
+    listed["data"] = [
+        {**card, "root": card["id"]} if card.get("parent") else card
+        for card in listed["data"]
+        if tenant.may_use(card["id"])
+    ]
+    return msgspec.json.encode(listed)
 
 
 async def _send_exceeded(send: Send, exceeded: LimitExceeded) -> None:

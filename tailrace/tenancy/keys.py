@@ -52,6 +52,10 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Tenants with the same name here share what the fleet caches of their prompts; empty: shared with nobody.
     shared_cache: str = ""
 
+    def may_use(self, name: str) -> bool:
+        """Return whether it may use the model or adapter of that name."""
+        return not self.models or name in self.models
+
     def cache_salt(self, client_salt: str | None) -> str:
         """Return the salt of the tenant's prompts in prefix caches. `client_salt`: the client's own.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,13 +28,15 @@ CHAT = "/v1/chat/completions"
 
 
 class App:
-    """ASGI app that replies with the tenant and body it received; holds requests until `go_on` is set."""
+    """ASGI app that replies with the tenant and body it received, or with `answer`; holds requests until
+    `go_on` is set."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.entered = asyncio.Semaphore(0)
         self.accounts: list[Account | None] = []
+        self.answer: Sequence[bytes] = ()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await read_body(receive, 1 << 20)
@@ -42,6 +44,15 @@ class App:
         self.entered.release()
         await self.go_on.wait()
         tenant = tenant_of_call.get()
+        if self.answer:
+            length = str(sum(map(len, self.answer))).encode()
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
+            )
+            for part in self.answer:
+                more = part is not self.answer[-1]
+                await send({"type": "http.response.body", "body": part, "more_body": more})
+            return
         await send({"type": "http.response.start", "status": 200, "headers": []})
         received = {"tenant": None if tenant is None else tenant.name, "body": (body or b"").decode()}
         await send({"type": "http.response.body", "body": json.dumps(received).encode()})
@@ -140,6 +151,22 @@ async def test_unlisted_routes_are_not_served(admission: AdmissionClient, path: 
 async def test_tenant_probes_need_no_key(admission: AdmissionClient) -> None:
     assert (await admission.ask(path="/health", method="GET")).status_code == 200
     assert (await admission.ask(path="/health", method="POST")).status_code == 401
+
+
+async def test_list_of_models_has_those_of_the_key(admission: AdmissionClient) -> None:
+    cards = [
+        {"id": "m", "root": "/models/m", "parent": None},
+        *({"id": name, "root": f"/secret/{name}", "parent": "m"} for name in ("adapter", "another")),
+    ]
+    # In parts, as larger answers may come.
+    body = json.dumps({"object": "list", "data": cards}).encode()
+    admission.app.answer = body[:50], body[50:]
+    for tenant, names in (("free", ["m", "adapter", "another"]), ("limited", ["m", "adapter"])):
+        answer = await admission.ask(tenant, "/v1/models", method="GET")
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        data = answer.json()["data"]
+        assert [card["id"] for card in data] == names
+        assert [card["root"] for card in data] == ["/models/m", *names[1:]]
 
 
 async def test_key_is_limited_to_its_models(admission: AdmissionClient) -> None:
