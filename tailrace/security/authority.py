@@ -134,9 +134,11 @@ class Authority:
         """Sign with new keys from now on, and trust the old authorities until `retire`.
 
         Every process must trust the new authorities before it meets a certificate signed by them, so this
-        replaces the trust bundles only; `rotate` replaces the certificates. Raise AuthorityProblem, OSError.
+        replaces the trust bundles only; `rotate` replaces the certificates. If it was interrupted, another
+        call finishes it. Raise AuthorityProblem, OSError.
         """
-        if any(len(signer.trusted) > 1 for signer in self._signers()):
+        # The cluster's key is saved last.
+        if len(self._cluster.trusted) > 1:
             raise AuthorityProblem("an older authority is still trusted (tailrace certs retire-authority)")
         if self._etcd is None:
             # Until now the cluster's has signed for etcd.
@@ -148,9 +150,10 @@ class Authority:
                         replace_file(
                             issued.folder / FOR_ETCD / name, (issued.folder / name).read_bytes(), mode
                         )
-        self._cluster, self._etcd = self._cluster.superseded(days), self._etcd.superseded(days)
+        if len(self._etcd.trusted) == 1:
+            self._etcd = self._etcd.superseded(days)
+        self._cluster = self._cluster.superseded(days)
         self._save()
-        self._distribute_bundles()
 
     def retire(self) -> None:
         """Trust the signing authorities only.
@@ -166,7 +169,6 @@ class Authority:
         for signer in self._signers():
             del signer.trusted[1:]
         self._save()
-        self._distribute_bundles()
 
     def _signers(self) -> list[_Signer]:
         return [self._cluster] if self._etcd is None else [self._cluster, self._etcd]
@@ -184,14 +186,19 @@ class Authority:
         return self.folder / _ISSUED / identity.role.value / identity.name
 
     def _save(self) -> None:
-        for signer, name in zip(self._signers(), (_CLUSTER, _ETCD), strict=False):
-            replace_file(self.folder / f"{name}.key", _key_pem(signer.key), 0o600)
-            replace_file(self.folder / f"{name}.crt", signer.bundle(), 0o644)
+        """Write all files, and the bundles of all credentials.
 
-    def _distribute_bundles(self) -> None:
+        Wherever this is interrupted, `load` finds keys that these bundles trust: they are written last, and
+        of them the cluster's, without which there is no authority.
+        """
+        named = [*zip(self._signers(), (_CLUSTER, _ETCD), strict=False)]
+        for signer, name in named:
+            replace_file(self.folder / f"{name}.crt", signer.bundle(), 0o644)
         for issued in self.issued():
             for folder, signer in self._credentials_of(issued):
                 replace_file(folder / AUTHORITIES, signer.bundle(), 0o644)
+        for signer, name in reversed(named):
+            replace_file(self.folder / f"{name}.key", _key_pem(signer.key), 0o600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +224,13 @@ class _Signer:
             raise AuthorityProblem(f"no authority in {folder} (tailrace certs init creates one)") from error
         except (OSError, ValueError, TypeError) as error:
             raise AuthorityProblem(f"{folder}: {error}") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or trusted[0].public_key() != key.public_key():
-            raise AuthorityProblem(f"{folder}: {name}.key is not the key of the first of {name}.crt")
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise AuthorityProblem(f"{folder}: {name}.key is no key of an elliptic curve")
+        # One that precedes the key's has no key: writing it was interrupted, and it has signed nothing.
+        while trusted and trusted[0].public_key() != key.public_key():
+            del trusted[0]
+        if not trusted:
+            raise AuthorityProblem(f"{folder}: {name}.key is the key of none of {name}.crt")
         return cls(key, trusted)
 
     @property

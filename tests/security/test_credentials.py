@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from tailrace.cli.main import main
+from tailrace.files import replace_file
 from tailrace.security.authority import Authority, AuthorityProblem
 from tailrace.security.credentials import UnusableCredentials, read_credentials
 from tailrace.security.folder import CredentialFolder
@@ -144,6 +150,84 @@ def test_authority_is_replaced_in_three_steps(authority: Authority) -> None:
     assert [each.identity for each in newer] == [each.identity for each in older]
     assert newer[0].authorities != older[0].authorities
     assert newer[0].authorities.count(b"BEGIN CERTIFICATE") == 1
+
+
+class Interrupted(Exception):
+    """The command was ended."""
+
+
+@contextmanager
+def interrupted_after(files: int) -> Iterator[list[bool]]:
+    """End what runs in the block before it replaces one file more; yield whether it was ended."""
+    left, ended = [files], [False]
+
+    def replace(*arguments: Any) -> None:
+        if not left[0]:
+            raise Interrupted
+        left[0] -= 1
+        replace_file(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tailrace.security.authority.replace_file", replace)
+        try:
+            yield ended
+        except Interrupted:
+            ended[0] = True
+
+
+def test_an_interrupted_creation_is_repeated(tmp_path: Path) -> None:
+    for files in itertools.count():
+        folder = tmp_path / str(files)
+        with interrupted_after(files) as ended:
+            Authority.create(folder)
+        if not ended[0]:
+            return
+        with pytest.raises(AuthorityProblem, match="no authority"):
+            Authority.load(folder)
+        read_credentials(Authority.create(folder).issue(WORKER).folder)
+
+
+@pytest.mark.parametrize("has_etcd", [True, False])
+def test_an_interrupted_replacement_of_the_authority_goes_on(tmp_path: Path, has_etcd: bool) -> None:
+    """After every file, what signs is trusted by all that was issued; the same command then finishes."""
+    first = tmp_path / "first"
+    authority = Authority.create(first)
+    if not has_etcd:
+        # As versions made it whose etcd had no authority of its own.
+        (first / "etcd-ca.key").unlink()
+        authority = Authority.load(first)
+    for role in (Role.WORKER, Role.ADMIN, Role.ETCD):
+        authority.issue(Identity(role, "a"))
+    old = (first / "ca.crt").read_bytes()
+
+    def steps(folder: Path) -> Iterator[Callable[[], object]]:
+        yield lambda: Authority.load(folder).supersede()
+        yield lambda: Authority.load(folder).rotate()
+        yield lambda: Authority.load(folder).retire()
+
+    for files in itertools.count():
+        folder = Path(shutil.copytree(first, tmp_path / f"{files}"))
+        whole = True
+        for step in steps(folder):
+            with interrupted_after(files) as ended:
+                step()
+            if ended[0]:
+                whole = False
+                now = Authority.load(folder)
+                for issued in now.issued():
+                    for credentials, signer in now._credentials_of(issued):
+                        trusted = credentials / "ca.crt"
+                        signs = signer.trusted[0].public_bytes(Encoding.PEM)
+                        assert not trusted.exists() or signs in trusted.read_bytes()
+                step()
+        made = [read_credentials(each.folder) for each in Authority.load(folder).issued()]
+        assert len(made) == 3 and all(each.authorities.count(b"BEGIN") == 1 for each in made)
+        assert all(each.authorities != old for each in made)
+        etcd = {each.etcd.authorities for each in made if each.etcd is not None}
+        assert etcd == {(folder / "etcd-ca.crt").read_bytes()} and old not in etcd
+        shutil.rmtree(folder)
+        if whole:
+            return
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
