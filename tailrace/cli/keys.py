@@ -16,7 +16,7 @@ from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.numeric import RealRange, WholeRange
 from tailrace.tenancy.file import KeyFileUnusable, locked_key_file, read_keys, readers_problem
-from tailrace.tenancy.keys import MAX_BURST_S, MAX_WEIGHT, MIN_BURST_S, MIN_WEIGHT, Tenant, TenantKeys
+from tailrace.tenancy.keys import EDGES, MAX_BURST_S, MAX_WEIGHT, MIN_BURST_S, MIN_WEIGHT, Tenant, TenantKeys
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,7 +96,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
         changed = msgspec.structs.replace(before or Tenant(name=tenant), **changes)
         tenant_keys = tenant_keys.with_tenant(changed)
         key = ""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = _now()
         tenant_keys = tenant_keys.with_edge_key(now)
         if not no_key:
             tenant_keys, key = tenant_keys.with_key(tenant, now)
@@ -165,14 +165,25 @@ def _limits(tenant: Tenant) -> list[str]:
 @_file_option
 def revoke(key_id: str, file: Path) -> None:
     """Revoke a key by its ID; front ends that can read the file refuse it within a second. Requests in
-    progress continue, and the tenant keeps its limits for the next key."""
+    progress continue, and the tenant keeps its limits for the next key.
+
+    The ID `edges` replaces the key that edges show to vllm-rs.
+    """
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
         try:
-            replace(read_keys(file).without_key(key_id))
+            remaining = read_keys(file).without_key(key_id)
         except KeyError:
             raise UsageProblem(f"there is no key {key_id!r} (tailrace keys list)") from None
+        # Without one, front ends with vllm-rs would not start.
+        replace(remaining.with_edge_key(_now()) if key_id == EDGES else remaining)
         _note_readers(file)
-    note(f"{key_id}: revoked")
+    if key_id == EDGES:
+        note(
+            f"{key_id}: replaced; copy {file} to every edge and front end, then restart front ends with "
+            "--front rust, which refuse all requests until then"
+        )
+    else:
+        note(f"{key_id}: revoked")
 
 
 @keys.command()
@@ -187,6 +198,10 @@ def remove(tenant: str, file: Path) -> None:
             raise UsageProblem(f"there is no tenant {tenant!r} (tailrace keys list)") from None
         _note_readers(file)
     note(f"{tenant}: removed")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _note_readers(file: Path) -> None:

@@ -77,8 +77,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     created: str
 
 
-# The entry of the key that edges show to vllm-rs. It has no tenant, and no user's key can have this ID.
-_EDGES: Final = "edges"
+EDGES: Final = "edges"
+"""ID of the key that edges show to vllm-rs. It has no tenant, and no user's key can have this ID."""
 
 
 class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,8 +106,8 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def edge_key(self) -> str:
         """Return the key that edges show to front ends with vllm-rs; empty if there is none."""
-        entry = next((key for key in self.keys if key.key_id == _EDGES), None)
-        return "" if entry is None else f"{_PREFIX}-{_EDGES}-{entry.sha256}"
+        entry = next((key for key in self.keys if key.key_id == EDGES), None)
+        return "" if entry is None else f"{_PREFIX}-{EDGES}-{entry.sha256}"
 
     def with_edge_key(self, created: str) -> TenantKeys:
         """Return a copy that has a key for edges: a random one, unless there is one.
@@ -116,7 +116,7 @@ class TenantKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         if self.edge_key:
             return self
-        entry = ApiKey(key_id=_EDGES, sha256=secrets.token_hex(_SECRET_BYTES), tenant="", created=created)
+        entry = ApiKey(key_id=EDGES, sha256=secrets.token_hex(_SECRET_BYTES), tenant="", created=created)
         return msgspec.structs.replace(self, keys=(entry, *self.keys))
 
     def without_key(self, key_id: str) -> TenantKeys:

@@ -209,6 +209,17 @@ def test_the_key_of_edges_is_made_once_and_no_users(file: Path) -> None:
     assert len(json.loads(run(file, "list", "-o", "json").stdout)["keys"]) == 2
 
 
+def test_the_key_of_edges_is_replaced_at_once(file: Path) -> None:
+    """Without one, a front end with vllm-rs that restarts would exit."""
+    make(file, "a")
+    before = read_keys(file)
+    result = run(file, "revoke", "edges")
+    assert result.exit_code == 0 and "restart front ends with --front rust" in result.stderr
+    assert read_keys(file).edge_key not in ("", before.edge_key)
+    assert read_keys(file).tenants == before.tenants
+    assert [key for key in read_keys(file).keys if key.tenant] == [key for key in before.keys if key.tenant]
+
+
 def test_vllm_rs_needs_a_key_of_edges_and_no_further_routes(file: Path) -> None:
     """A file of an earlier version has none."""
     tenant_keys, _ = TenantKeys(tenants=(Tenant(name="a"),)).with_key("a", "now")
