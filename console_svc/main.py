@@ -14,12 +14,12 @@ import click
 from aiohttp import web
 
 from console_svc.clusters import Clusters
-from console_svc.https import Https, UnusableCertificate
 from console_svc.web import Site
 from tailrace.address import MalformedAddress, format_address, parse_address
 from tailrace.bounded import read_regular
 from tailrace.cli.admin import AdminAddress, admin_option, find_admin
 from tailrace.security.audit import AuditFile
+from tailrace.security.https import Https, UnusableCertificate
 from tailrace.security.options import exposed, insecure_option
 from tailrace.service.options import log_format_option
 from tailrace.service.runtime import run_service

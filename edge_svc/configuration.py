@@ -47,8 +47,9 @@ OWN_PATHS: Final = ("/v1/models", "/ready", "/health", "/ping")
 
 _TYPES: Final = "type.googleapis.com/envoy.extensions"
 _FRONTEND: Final = server_name(Role.FRONTEND)
-# Names of the edge's certificate and of the authorities of front ends.
+# Names of the edge's certificates, for front ends and for users, and of the authorities of front ends.
 _OWN: Final = "own"
+_USERS: Final = "users"
 _TRUSTED: Final = "trusted"
 # Of endpoints that speak HTTPS.
 _TLS: Final = {"tls": True}
@@ -216,14 +217,14 @@ def bootstrap(
     bounds: Bounds,
     *,
     with_keys: bool,
-    certificate: tuple[str, str] | None,
+    https: bool,
     tcp_options: Sequence[tuple[int, int]] = (),
 ) -> dict[str, Any]:
     """Return the static part.
 
     `folder`: has `edge.sock` and the pipe `ended` of the edge, `admin.sock` of Envoy, and `clusters.json`.
-    `certificate`: files of the chain and its key, for HTTPS. `tcp_options`: of clients' connections, number
-    and value each.
+    `https`: whether there is the file of `users_secret`. `tcp_options`: of clients' connections, number and
+    value each.
     """
     filters = [
         _ask("model", MODEL_CHOICE, bounds.max_body_bytes, bounds.start_wait_s + _ASK_S),
@@ -262,7 +263,7 @@ def bootstrap(
             ],
         },
         "static_resources": {
-            "listeners": [_listener(listen, folder, bounds, filters, certificate, tcp_options)],
+            "listeners": [_listener(listen, folder, bounds, filters, https, tcp_options)],
             "clusters": [_edge(folder / "edge.sock")],
         },
         "dynamic_resources": {"cds_config": _file(folder / "clusters.json")},
@@ -319,15 +320,28 @@ def endpoints_file(cluster: str, folder: Path) -> Path:
 def secrets(certificate: str, key: str, authorities: str) -> dict[str, dict[str, Any]]:
     """Return the files, by their names, of the edge's certificate and of what a front end has to show: one of
     that role, wherever it listens."""
-    own = {"certificate_chain": {"inline_string": certificate}, "private_key": {"inline_string": key}}
     name = {"san_type": "DNS", "matcher": {"exact": _FRONTEND}}
     trusted = {"trusted_ca": {"inline_string": authorities}, "match_typed_subject_alt_names": [name]}
-    type_name = f"{_TYPES}.transport_sockets.tls.v3.Secret"
-    every: list[dict[str, Any]] = [
-        {"@type": type_name, "name": _OWN, "tls_certificate": own},
-        {"@type": type_name, "name": _TRUSTED, "validation_context": trusted},
-    ]
-    return {f"{each['name']}.json": {"resources": [each]} for each in every}
+    return _certificate_file(_OWN, certificate, key) | _secret_file(_TRUSTED, {"validation_context": trusted})
+
+
+def users_secret(chain: str, key: str) -> dict[str, dict[str, Any]]:
+    """Return the file, by its name, of the certificate that users see."""
+    return _certificate_file(_USERS, chain, key)
+
+
+def _certificate_file(name: str, chain: str, key: str) -> dict[str, dict[str, Any]]:
+    both = {"certificate_chain": {"inline_string": chain}, "private_key": {"inline_string": key}}
+    return _secret_file(name, {"tls_certificate": both})
+
+
+def _secret_file(name: str, content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    secret = {"@type": f"{_TYPES}.transport_sockets.tls.v3.Secret", "name": name, **content}
+    return {f"{name}.json": {"resources": [secret]}}
+
+
+def _secret(folder: Path, name: str) -> dict[str, Any]:
+    return {"name": name, "sds_config": _file(folder / f"{name}.json")}
 
 
 def _listener(
@@ -335,7 +349,7 @@ def _listener(
     folder: Path,
     bounds: Bounds,
     filters: Sequence[Any],
-    certificate: tuple[str, str] | None,
+    https: bool,
     tcp_options: Sequence[tuple[int, int]],
 ) -> dict[str, Any]:
     manager = {
@@ -382,14 +396,13 @@ def _listener(
     chain: dict[str, Any] = {
         "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
     }
-    if certificate is not None:
-        files = {
-            "certificate_chain": {"filename": certificate[0]},
-            "private_key": {"filename": certificate[1]},
-        }
+    if https:
         tls = {
             "@type": f"{_TYPES}.transport_sockets.tls.v3.DownstreamTlsContext",
-            "common_tls_context": {"tls_certificates": [files], "alpn_protocols": ["h2", "http/1.1"]},
+            "common_tls_context": {
+                "tls_certificate_sds_secret_configs": [_secret(folder, _USERS)],
+                "alpn_protocols": ["h2", "http/1.1"],
+            },
         }
         chain["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": tls}
     return {
@@ -613,10 +626,6 @@ def _cluster(name: str, folder: Path, tls: bool) -> dict[str, Any]:
 
 def _to_front_ends(folder: Path) -> dict[str, Any]:
     """Return how to connect to those that speak HTTPS: both ends show certificates of this cluster."""
-
-    def secret(name: str) -> dict[str, Any]:
-        return {"name": name, "sds_config": _file(folder / f"{name}.json")}
-
     context = {
         "@type": f"{_TYPES}.transport_sockets.tls.v3.UpstreamTlsContext",
         "sni": _FRONTEND,
@@ -625,8 +634,8 @@ def _to_front_ends(folder: Path) -> dict[str, Any]:
             "tls_params": dict.fromkeys(
                 ("tls_minimum_protocol_version", "tls_maximum_protocol_version"), "TLSv1_3"
             ),
-            "tls_certificate_sds_secret_configs": [secret(_OWN)],
-            "validation_context_sds_secret_config": secret(_TRUSTED),
+            "tls_certificate_sds_secret_configs": [_secret(folder, _OWN)],
+            "validation_context_sds_secret_config": _secret(folder, _TRUSTED),
         },
     }
     socket = {"name": "envoy.transport_sockets.tls", "typed_config": context}

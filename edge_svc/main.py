@@ -31,6 +31,7 @@ from tailrace.address import MalformedAddress, format_address, is_ip, parse_addr
 from tailrace.bounded import shown
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.folder import CredentialFolder
+from tailrace.security.https import Https, UnusableCertificate
 from tailrace.security.options import exposed
 from tailrace.security.transport import TlsTransport
 from tailrace.service.options import CommonOptions, common_options
@@ -120,14 +121,20 @@ def command(common: CommonOptions, settings: Settings) -> None:
             f"{settings.http} can be reached from other machines without authentication: give --api-keys "
             "(tailrace keys makes them), listen on 127.0.0.1, or give --insecure"
         )
-    if (settings.certificate is None) != (settings.certificate_key is None):
+    https = None
+    if settings.certificate is not None and settings.certificate_key is not None:
+        try:
+            https = Https(settings.certificate, settings.certificate_key)
+        except UnusableCertificate as error:
+            raise click.ClickException(f"--ssl-certfile: {error}") from error
+    elif settings.certificate or settings.certificate_key:
         raise click.UsageError("--ssl-certfile and --ssl-keyfile go together")
     try:
         keys = None if settings.api_keys is None else KeyFile(settings.api_keys)
     except KeyFileUnusable as error:
         raise click.ClickException(f"--api-keys: {error}") from error
     executable = envoy_path(settings.envoy)
-    run_service(lambda shutdown: serve(common, settings, keys, executable, shutdown))
+    run_service(lambda shutdown: serve(common, settings, keys, https, executable, shutdown))
 
 
 async def _resolved(address: str) -> str:
@@ -197,8 +204,21 @@ async def follow_certificate(credentials: CredentialFolder, proxy: Proxy) -> Non
         proxy.present(await asyncio.to_thread(credentials.current))
 
 
+async def follow_users_certificate(https: Https, proxy: Proxy) -> None:
+    """Show users the certificate of the files as they change; run until cancelled. Raise OSError."""
+    while True:
+        await asyncio.sleep(_CERTIFICATE_S)
+        await asyncio.to_thread(https.refresh)
+        proxy.present_to_users(https)
+
+
 async def serve(
-    common: CommonOptions, settings: Settings, keys: KeyFile | None, executable: Path, shutdown: Shutdown
+    common: CommonOptions,
+    settings: Settings,
+    keys: KeyFile | None,
+    https: Https | None,
+    executable: Path,
+    shutdown: Shutdown,
 ) -> None:
     """Run the edge until cancelled, or until Envoy ends. Raise StoreUnavailable, ListenError or OSError."""
     async with contextlib.AsyncExitStack() as stack:
@@ -224,6 +244,9 @@ async def serve(
             credentials = common.transport.folder
             proxy.present(credentials.current())
             loops["certificate"] = lambda: follow_certificate(credentials, proxy)
+        if https is not None:
+            proxy.present_to_users(https)
+            loops["users' certificate"] = lambda: follow_users_certificate(https, proxy)
         await follower.route()
         await stack.enter_async_context(supervised(loops))
         waker = Waker(follower, settings.bounds.start_wait_s)
@@ -252,15 +275,12 @@ async def serve(
             raise ListenError.of("--http", settings.http, problem)
         with socket.socket() as unbound:
             tcp_options = bound_clients(unbound)
-        certificate = None
-        if settings.certificate is not None and settings.certificate_key is not None:
-            certificate = (str(settings.certificate), str(settings.certificate_key))
         configuration = bootstrap(
             await _resolved(settings.http),
             folder,
             settings.bounds,
             with_keys=keys is not None,
-            certificate=certificate,
+            https=https is not None,
             tcp_options=tcp_options,
         )
         child = await stack.enter_async_context(proxy.running(configuration))
@@ -268,7 +288,7 @@ async def serve(
         announced = await stack.enter_async_context(contextlib.AsyncExitStack())
         await announced.enter_async_context(service.announced(record))
         await server.set_serving(True)
-        scheme = "https" if certificate else "http"
+        scheme = "http" if https is None else "https"
         log.info(
             "serving %d names of models on %s://%s",
             len(follower.directory.names),

@@ -12,8 +12,16 @@ from typing import Any, Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
-from edge_svc.configuration import Endpoints, clusters, endpoints, endpoints_file, secrets
+from edge_svc.configuration import (
+    Endpoints,
+    clusters,
+    endpoints,
+    endpoints_file,
+    secrets,
+    users_secret,
+)
 from tailrace.security.credentials import Credentials
+from tailrace.security.https import Https
 from tailrace.service.child import Child
 
 _START_S: Final = 30.0
@@ -57,6 +65,11 @@ class Proxy:
         self._tls = True
         texts = (each.decode() for each in (own.certificate, own.key, own.authorities))
         for name, content in secrets(*texts).items():
+            self._write(self._folder / name, content)
+
+    def present_to_users(self, https: Https) -> None:
+        """Show this certificate to users from now on. Raise OSError."""
+        for name, content in users_secret(https.chain.decode(), https.key.decode()).items():
             self._write(self._folder / name, content)
 
     @asynccontextmanager

@@ -123,12 +123,12 @@ def _filled(context: ssl.SSLContext, authorities: bytes, certificate: bytes, key
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authorities.decode("ascii"))
-    _load_chain(context, certificate, key)
+    load_chain(context, certificate, key)
     return context
 
 
-def _load_chain(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Load the certificate and key from memory.
+def load_chain(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+    """Load the certificate and key from memory. Raise ssl.SSLError, ValueError.
 
     The ssl module reads files only, so write both to one memory file: they then come from the same read.
     """
@@ -144,7 +144,7 @@ def _as_peer_sees_it(server: ssl.SSLContext, certificate: bytes, key: bytes) -> 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    _load_chain(context, certificate, key)
+    load_chain(context, certificate, key)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = context.wrap_bio(to_client, to_server)
     server_side = server.wrap_bio(to_server, to_client, server_side=True)

@@ -9,14 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import ClientConnectorCertificateError, ClientSession, TCPConnector
 
-from console_svc.https import Https, UnusableCertificate
 from console_svc.main import serve
 from tailrace.cli.admin import AdminAddress
 from tailrace.security.authority import Authority
+from tailrace.security.https import Https, UnusableCertificate
 from tailrace.security.roles import Identity, Role
 from tailrace.security.transport import PLAIN
 from tests.cli.scripted_admin import serving, small_fleet
@@ -80,7 +81,7 @@ async def test_it_serves_https_and_a_new_certificate_when_its_files_change(tmp_p
         await _until_answered(url, first)
         # A certificate without its key changes nothing.
         other = certificate.issue(key=False)
-        https._refresh()
+        https.refresh()
         await _until_answered(url, first)
         second = certificate.issue()
         await _until_answered(url, second)
@@ -105,6 +106,22 @@ async def test_a_page_that_came_without_tls_cannot_act(tmp_path: Path) -> None:
             with pytest.raises(ClientConnectorCertificateError):
                 context = ssl.create_default_context(cafile=None)
                 await session.get("/", ssl=context)
+
+
+def test_a_read_that_fails_once_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate = Certificate(tmp_path)
+    https = Https(certificate.chain, certificate.key)
+    certificate.issue()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", Mock(side_effect=OSError("Input/output error")))
+        for _ in range(3):
+            https.refresh()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "Input/output error; the previous certificate stays in use" in message
+    https.refresh()
+    assert https.chain == certificate.chain.read_bytes()
 
 
 def test_unusable_files(tmp_path: Path) -> None:

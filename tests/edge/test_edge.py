@@ -356,6 +356,15 @@ def test_http_2_and_many_streams_at_once(fleet: Fleet) -> None:
     assert [(reply.status_code, reply.http_version) for reply in replies] == [(200, "HTTP/2")] * 8
 
 
+def shown_certificate(url: str) -> bytes:
+    """Return what a new connection is shown, as DER."""
+    address = urlsplit(url)
+    assert address.hostname is not None and address.port is not None
+    return ssl.PEM_cert_to_DER_cert(
+        ssl.get_server_certificate((address.hostname, address.port), timeout=WAIT_S)
+    )
+
+
 def test_https(fleet: Fleet, tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "certs")
     authority.issue(Identity(Role.EDGE, "edge"), hosts=["127.0.0.1"])
@@ -367,6 +376,12 @@ def test_https(fleet: Fleet, tmp_path: Path) -> None:
         trusted = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         with httpx.Client(verify=trusted, timeout=WAIT_S) as api:
             body = {"model": "first", "prompt": "x", "max_tokens": 4}
+            assert api.post(f"{url}/v1/completions", json=body).status_code == 200
+            shown = shown_certificate(url)
+            authority.rotate()
+            wait_until(lambda: shown_certificate(url) != shown, "the new certificate to be shown")
+            assert ssl.PEM_cert_to_DER_cert(certificate.read_text()) == shown_certificate(url)
+            # A connection of before stays.
             assert api.post(f"{url}/v1/completions", json=body).status_code == 200
     finally:
         fleet.processes["edge-https"].stop()

@@ -59,7 +59,7 @@ async def proxied(
             folder,
             DEFAULT_BOUNDS,
             with_keys=False,
-            certificate=None,
+            https=False,
             tcp_options=tcp_options,
         )
         async with proxy.running(configuration):

@@ -416,9 +416,7 @@ async def test_the_proxy_takes_names_of_hosts_and_refuses_unknown_methods(tmp_pa
         proxy = Proxy(envoy_path(None), tmp_path, 1)
         proxy.route(found.clusters, {**hosts.ips, "localhost": ["::1", "127.0.0.1"]})
         url, body = f"http://127.0.0.1:{port}/v1/completions", {"model": "first"}
-        configuration = bootstrap(
-            f"127.0.0.1:{port}", tmp_path, DEFAULT_BOUNDS, with_keys=False, certificate=None
-        )
+        configuration = bootstrap(f"127.0.0.1:{port}", tmp_path, DEFAULT_BOUNDS, with_keys=False, https=False)
         with logged() as errors:
             async with (
                 proxy.running(configuration),

@@ -1,4 +1,4 @@
-"""The console's certificate for browsers, which is loaded again when its files change."""
+"""A server's certificate for users, which is read again when its files change."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import logging
 import ssl
 from pathlib import Path
 from typing import Final
+
+from tailrace.security.credentials import load_chain
 
 log = logging.getLogger(__name__)
 
@@ -25,38 +27,46 @@ class Https:
     def __init__(self, certificate: Path, key: Path) -> None:
         """Load the certificate chain and its key. Raise UnusableCertificate."""
         self._files = certificate, key
-        self._stamp = self._read_stamp()
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._load(self.context)
+        self._stamp = self._read_stamp()
+        # The last usable content of the files, for a server that does not use `context`.
+        self.chain, self.key = self._load()
+        # Why the files are unusable; empty if they are not.
+        self._problem = ""
 
     async def follow(self) -> None:
-        """Load the files again when they have changed, until cancelled. Unusable ones change nothing."""
+        """Read the files again when they have changed, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_S)
-            await asyncio.to_thread(self._refresh)
+            await asyncio.to_thread(self.refresh)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Read the files again if they have changed. Unusable ones change nothing."""
         stamp = self._read_stamp()
-        if stamp == self._stamp:
+        if stamp == self._stamp and not self._problem:
             return
-        # Files may be replaced one after the other: what is unusable is tried again after the next change.
-        self._stamp = stamp
         try:
-            self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
-            self._load(self.context)
+            self.chain, self.key = self._load()
         except UnusableCertificate as error:
-            log.error("%s; the previous certificate stays in use", error)
+            # Files may be replaced one after the other, and a read may fail once: it is tried again.
+            if str(error) != self._problem:
+                log.error("%s; the previous certificate stays in use", error)
+            self._problem = str(error)
             return
+        self._stamp, self._problem = stamp, ""
         log.info("%s: new certificate", self._files[0])
 
-    def _load(self, context: ssl.SSLContext) -> None:
+    def _load(self) -> tuple[bytes, bytes]:
         certificate, key = self._files
         try:
-            # Never ask for a password.
-            context.load_cert_chain(certificate, key, password="")
+            content = certificate.read_bytes(), key.read_bytes()
+            # Apart at first: what is unusable must not be in use by half.
+            for context in (ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), self.context):
+                load_chain(context, *content)
         except (OSError, ValueError) as error:
             raise UnusableCertificate(f"{certificate} with {key}: {error}") from error
+        return content
 
     def _read_stamp(self) -> _Stamp:
         stamps = []
