@@ -137,7 +137,10 @@ def retire_authority(folder: Path) -> None:
     """Trust only the new authorities."""
     with file_errors(AuthorityProblem):
         Authority.load(folder).retire()
-    note("the older authorities are no longer trusted")
+    note(
+        "the older authorities are no longer trusted once every process has the new ca.crt; etcd's members "
+        "and front ends with HTTPS (--ssl-ca-certs) trust them until you restart these"
+    )
 
 
 @certs.command("list")

@@ -230,6 +230,13 @@ def test_an_interrupted_replacement_of_the_authority_goes_on(tmp_path: Path, has
             return
 
 
+def test_retiring_says_what_trusts_the_old_authority_until_it_is_restarted(authority: Authority) -> None:
+    authority.supersede()
+    result = CliRunner().invoke(main, ["certs", "retire-authority", "--dir", str(authority.folder)])
+    assert result.exit_code == 0
+    assert all(each in result.stderr for each in ("etcd's members", "front ends with HTTPS", "restart"))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
 def test_reissued_files_keep_their_owners(authority: Authority) -> None:
     """A service that reads the folder as its own user still can when root has reissued its certificate."""
