@@ -125,7 +125,9 @@ class Site:
             return _error(403, "only the console's own page is answered")
         if self._token:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme != "Bearer" or not hmac.compare_digest(given.encode(), self._token):
+            # Bytes that are no text come as surrogates.
+            as_sent = given.encode(errors="surrogateescape")
+            if scheme != "Bearer" or not hmac.compare_digest(as_sent, self._token):
                 return _error(401, "the console's token is needed")
         if request.method != "GET":
             scheme, _, origin = request.headers.get("Origin", f"{request.scheme}://{request.host}").partition(

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -408,6 +409,18 @@ async def test_with_a_token_nothing_of_the_cluster_is_shown_without_it(
         assert script.received == []
         assert (await session.get("/")).status == HTTPStatus.OK
         assert await _snapshot(session, Authorization="Bearer s3cret-s3cret-s3cret")
+
+
+async def test_a_token_that_is_no_text_is_a_wrong_one(address: AdminAddress, entries: Entries) -> None:
+    async with console(address, entries, token="s3cret-s3cret-s3cret") as url:
+        port = urlsplit(url).port
+        assert port is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"GET /api/policies HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer s3cret\xff\r\n\r\n"
+        writer.write(head)
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.readline() == b"HTTP/1.1 401 Unauthorized\r\n"
+        writer.close()
 
 
 @pytest.mark.parametrize(
