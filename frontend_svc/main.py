@@ -18,6 +18,7 @@ from typing import Final
 import click
 import msgspec
 from click.core import ParameterSource
+from prometheus_client import CollectorRegistry, Gauge
 
 from frontend_svc.adapters import SharedAdapters
 from frontend_svc.admission import Readiness
@@ -156,6 +157,7 @@ async def serve(common: CommonOptions, settings: Settings, shutdown: Shutdown) -
         members, channels, registry = service.members, service.channels, service.registry
         http = stack.enter_context(bind_http(settings.http, lambda: _is_shared(common, settings, members)))
         registry.model = served.public_name
+        _register_readiness(registry, readiness)
         tenants = None
         if settings.api_keys is not None:
             keys = KeyFile(settings.api_keys)
@@ -261,6 +263,11 @@ def _ready_page(readiness: Readiness) -> Page:
     if unready is None:
         return HTTPStatus.OK, "text/plain", b""
     return HTTPStatus(unready.status), "application/json", unready_body(unready)
+
+
+def _register_readiness(registry: CollectorRegistry, readiness: Readiness) -> None:
+    unready = Gauge("tailrace_frontend_unready", "1 while /ready of this port is 503.", registry=registry)
+    unready.set_function(lambda: float(readiness.unready is not None))
 
 
 def _check_without_keys(common: CommonOptions, http: str) -> None:

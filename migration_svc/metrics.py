@@ -12,7 +12,7 @@ from tailrace.handover import LABELS, label
 from tailrace.v1 import migration_pb2, types_pb2
 
 _PAUSE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_OUTCOMES: Final = ("committed", "aborted")
+_OUTCOMES: Final = ("committed", "aborted", "gone", "unknown")
 _WAYS: Final = ("live", "replay")
 
 

@@ -33,13 +33,15 @@ def get(url: str) -> tuple[int, str]:
 
 
 def wait_ready(fleet: Fleet, ready: bool, *ports: str) -> None:
-    """Wait until /ready of the front end says so, on its metrics port and on these; it is alive all along."""
+    """Wait until /ready of the front end says so, on its metrics port and on these, and its metric too; it is
+    alive all along."""
     urls = [f"{port}/ready" for port in (metrics_port(fleet), *ports)]
     status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
 
     def is_so() -> bool:
         assert get(f"{fleet.http}/health")[0] == HTTPStatus.OK
-        return all(get(url)[0] == status for url in urls)
+        unready = fleet.metric("frontend", "tailrace_frontend_unready")
+        return all(get(url)[0] == status for url in urls) and unready == (not ready)
 
     wait_until(is_so, f"/ready to answer {status.value}", WAIT_S)
 

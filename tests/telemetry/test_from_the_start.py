@@ -42,11 +42,19 @@ def registry() -> CollectorRegistry:
         ("tailrace_frontend_requests_total", {"outcome": "aborted"}),
         ("tailrace_frontend_rejected_outputs_total", {"cause": "stale_epoch"}),
         ("tailrace_frontend_recoveries_total", {"cause": "lost"}),
+        ("tailrace_frontend_refused_requests_total", {"status": "401"}),
         ("tailrace_frontend_refused_requests_total", {"status": "429"}),
         ("tailrace_frontend_placements_total", {"by": "fallback"}),
         (
             "tailrace_migration_migrations_total",
             {"outcome": "aborted", "reason": "reasoning ended", "way": "live", "model": "m"},
+        ),
+        *(
+            (
+                "tailrace_migration_migrations_total",
+                {"outcome": outcome, "reason": "reasoning ended", "way": "live", "model": "m"},
+            )
+            for outcome in ("gone", "unknown")
         ),
         ("tailrace_scheduler_refusals_total", {"model": "m"}),
         ("tailrace_scheduler_placed_tokens_total", {"model": "m"}),
