@@ -51,6 +51,8 @@ _FRONTEND: Final = server_name(Role.FRONTEND)
 _OWN: Final = "own"
 _USERS: Final = "users"
 _TRUSTED: Final = "trusted"
+# A client's time for its TLS handshake, and then for a request's header.
+_OPENING: Final = "10s"
 # Of endpoints that speak HTTPS.
 _TLS: Final = {"tls": True}
 # The edge answers within milliseconds, except when it reads a body of many megabytes.
@@ -363,7 +365,7 @@ def _listener(
         "normalize_path": True,
         "path_with_escaped_slashes_action": "REJECT_REQUEST",
         "max_request_headers_kb": bounds.max_header_kib,
-        "request_headers_timeout": "10s",
+        "request_headers_timeout": _OPENING,
         "request_timeout": _seconds(bounds.body_timeout_s),
         # A stream may wait long for its first token.
         "stream_idle_timeout": "0s",
@@ -405,6 +407,7 @@ def _listener(
             },
         }
         chain["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": tls}
+        chain["transport_socket_connect_timeout"] = _OPENING
     return {
         "name": "users",
         "address": _address(listen),

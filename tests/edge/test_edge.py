@@ -373,6 +373,8 @@ def test_https(fleet: Fleet, tmp_path: Path) -> None:
     fleet.start_edge("edge-https", options=["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)])
     try:
         url = fleet.urls["edge-https"].replace("http:", "https:")
+        address = urlsplit(url)
+        silent = socket.create_connection((address.hostname, address.port), timeout=WAIT_S)
         trusted = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         with httpx.Client(verify=trusted, timeout=WAIT_S) as api:
             body = {"model": "first", "prompt": "x", "max_tokens": 4}
@@ -383,6 +385,8 @@ def test_https(fleet: Fleet, tmp_path: Path) -> None:
             assert ssl.PEM_cert_to_DER_cert(certificate.read_text()) == shown_certificate(url)
             # A connection of before stays.
             assert api.post(f"{url}/v1/completions", json=body).status_code == 200
+        with silent:
+            assert silent.recv(1) == b"", "a client without a handshake must not stay"
     finally:
         fleet.processes["edge-https"].stop()
         fleet.forget("edge-https")
