@@ -4,15 +4,20 @@ policy."""
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Final, TypeAlias
 
 from tailrace.intra.base import ENGINE_ORDER
+from tailrace.intra.guarded import Asked, order_asked
 from tailrace.intra.registry import UnknownIntraError, intra_facts, intra_parameters
 from tailrace.policy.parameters import NO_PARAMETERS, ParameterError, Value
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, choose
 from tailrace.records import PolicyRecord
+from tailrace.service.watchdog import restart_process, watched_calls
 from tailrace.slo import Slo
 
 log = logging.getLogger(__name__)
@@ -20,6 +25,10 @@ log = logging.getLogger(__name__)
 # Instead of a name: the fleet's policy determines the order, also when it is switched.
 BY_POLICY: Final = "policy"
 
+# Longest that an order may take for one answer.
+_HUNG_S: Final = 5.0
+# Environment variable from one run of this process to the next: the order that did not return.
+_HUNG: Final = "TAILRACE_HUNG_ORDER"
 # Longest that another package may take to be imported.
 _LOAD_S: Final = 60.0
 
@@ -38,9 +47,11 @@ class IntraSwitch:
         policy: Callable[[], PolicyRecord | None],
         slo: Callable[[], Slo],
         set_intra: Callable[[str, Mapping[str, Value], Slo], None],
+        hung: str = "",
     ) -> None:
         """`intra`: an order, or BY_POLICY. `policy()` returns the fleet's current policy, `slo()` the
-        deployment's SLOs."""
+        deployment's SLOs. `hung`: an order that is not used: `hung_before`."""
+        self._hung = hung
         self._intra = intra
         self._policy = policy
         self._slo = slo
@@ -106,7 +117,30 @@ class IntraSwitch:
 
     def _load(self, record: PolicyRecord | None, slo: Slo) -> _Requested:
         order = order_of_policy(record) if self._intra == BY_POLICY else (self._intra, NO_PARAMETERS)
+        if order[0] == self._hung:
+            order = ENGINE_ORDER, NO_PARAMETERS
         return order, intra_facts(order[0], slo)
+
+
+def watched_orders() -> AbstractContextManager[None]:
+    """Watch the questions to batch orders of other packages during the block: a call that does not return
+    cannot be ended, so the process runs again, without that order. Not without a watchdog
+    (TAILRACE_WATCHDOG_S=0), nor if the call holds the interpreter's lock."""
+    return watched_calls(order_asked, lambda _: None, _on_hung, _HUNG_S)
+
+
+def _on_hung(asked: object, seconds: float) -> None:
+    assert isinstance(asked, Asked)
+    order, point = asked
+    log.critical("order %s has not returned from %s for %.1f s: restarting without it", order, point, seconds)
+    faulthandler.dump_traceback()
+    os.environ[_HUNG] = order
+    restart_process()
+
+
+def hung_before() -> str:
+    """Return the order because of which the previous run of this process ended; empty: none."""
+    return os.environ.pop(_HUNG, "")
 
 
 def order_of_policy(record: PolicyRecord | None) -> Order:

@@ -13,6 +13,7 @@ from tailrace.service.runtime import Shutdown, open_service
 from tailrace.service.sockets import ListenError, require_listenable
 from worker_agent.draining import HANDOVER_S
 from worker_agent.engines import make_engine
+from worker_agent.intra_switch import hung_before, watched_orders
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
@@ -84,11 +85,15 @@ async def serve(
         memory = SharedMemory()
         stack.callback(memory.segments.close)
         service.members.add_listener(memory.mappings.drop_gone)
+        stack.enter_context(watched_orders())
+        hung = hung_before()
+        if hung:
+            log.error("order %s is not used until this worker is started anew: it did not return", hung)
         died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         listen = common.listen
         workers: list[RunningWorker] = []
         for name, engine in zip(names, engines, strict=True):
-            metrics = WorkerMetrics(histograms)
+            metrics = WorkerMetrics(histograms, hung)
             running = await stack.enter_async_context(
                 running_worker(name, engine, listen, service, memory, metrics, settings, died)
             )

@@ -161,7 +161,11 @@ class _WorkerBuilder:
         self._stack.push_async_callback(self._engine.stop)
         members = self._service.members
         self._intra_switch = IntraSwitch(
-            self._settings.intra, lambda: members.policy, lambda: members.slo, self._engine.set_intra
+            self._settings.intra,
+            lambda: members.policy,
+            lambda: members.slo,
+            self._engine.set_intra,
+            self._metrics.hung_order,
         )
         await self._intra_switch.update()
         members.add_listener(self._intra_switch.changed)

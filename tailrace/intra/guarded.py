@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
 from tailrace.intra.base import IntraPolicy, JobView, Rank
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError
@@ -29,6 +29,23 @@ LATE_IN_A_ROW: Final = 5
 # More than any time or arrival needs; longer numbers would make comparisons slow.
 _RANK_BITS: Final = 128
 _PASS_OVER_MAX: Final = 1e6
+
+
+class Asked(NamedTuple):
+    """A question that an order is answering."""
+
+    order: str
+    point: str
+
+
+# There is one at a time: the engines of a process that has several share a thread.
+_asked: Asked | None = None
+
+
+def order_asked() -> Asked | None:
+    """Return the question that an order of this process is answering now, an object of its own for each, or
+    None."""
+    return _asked
 
 
 class GuardedOrder(IntraPolicy):
@@ -103,13 +120,17 @@ class GuardedOrder(IntraPolicy):
         """Return the order's answer, or `default` if it is wrong or one before was."""
         if self.mistake:
             return default
+        global _asked
         began_s = time.perf_counter()
+        _asked = Asked(self._name, point)
         try:
             answer: T = call()
             wrong = "" if is_valid(answer) else f"not what IntraPolicy.{point} returns: {_shown(answer)}"
         # It is another package's, and may raise anything, SystemExit included.
         except BaseException as error:  # noqa: BLE001 - see above
             wrong = describe_error(error)
+        finally:
+            _asked = None
         if wrong:
             return self._fail(f"{point}: {wrong}", default)
         took_s = time.perf_counter() - began_s

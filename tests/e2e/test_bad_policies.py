@@ -3,14 +3,16 @@ and another policy can be set."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
+from examples.fleet import Chat
 from tailrace.v1 import admin_pb2, scheduler_pb2, scheduler_pb2_grpc
-from tests.harness.bad_policies import BAD_POLICIES, HANGING, ORDERED, REFUSED, install
+from tests.harness.bad_policies import BAD_POLICIES, HANGING, HANGING_ORDER, ORDERED, REFUSED, install
 from tests.harness.chats import Chats
 from tests.harness.fleet import Fleet
 from tests.harness.processes import wait_until
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 WORKERS = ("w0", "w1")
 PROMPT = "A prompt that a simulated engine answers at some length."
+LONG = {"max_tokens": 1_000, "extra_body": {"min_tokens": 1_000}}
 SCHEDULERS = ("scheduler-0", "scheduler-1")
 REQUESTS = 20
 
@@ -109,6 +112,28 @@ def test_a_batch_order_with_a_mistake_disturbs_no_stream(fleet: Fleet, chats: Ch
     assert _set(fleet, "least_loaded")
 
 
+def test_a_batch_order_that_hangs_costs_a_restart_of_the_workers(fleet: Fleet, chats: Chats) -> None:
+    """The fleet serves again without anybody's help, and the streams that ran go on."""
+    assert _set(fleet, "least_loaded")
+    reference = chats.run(PROMPT, **LONG)
+    pids = [fleet.processes[each].pid for each in WORKERS]
+    begun = threading.Barrier(9)
+    running = [chats.start(PROMPT, _first_time(begun.wait), **LONG) for _ in range(8)]
+    begun.wait(WAIT_S)
+    assert _set(fleet, HANGING_ORDER)
+    for each in WORKERS:
+        fleet.processes[each].wait_for("batch order: 'NeverReturnsFromRank'")
+    # The first one that is ranked. It goes from one worker to the other, and both hang.
+    last = chats.start(PROMPT, **LONG)
+    for each in WORKERS:
+        fleet.processes[each].wait_for("restarting without it")
+    assert all(reference.same_text_and_usage(each.result(timeout=WAIT_S)) for each in running)
+    assert [fleet.processes[each].pid for each in WORKERS] == pids
+    # It was placed before, so that it waits for an instance as the others do.
+    assert reference.same_text_and_usage(last.result(timeout=WAIT_S))
+    assert _set(fleet, "least_loaded")
+
+
 def test_set_policy_works_while_a_scheduler_hangs(fleet: Fleet, table: list[str]) -> None:
     """The leader stands still for good; the standby sets the policy."""
     leader = fleet.leader()
@@ -144,6 +169,16 @@ def test_a_policy_that_hangs_concerns_no_other_cluster(fleet: Fleet, table: list
     wait_until(lambda: _set(fleet, "least_loaded"), "set policy to work")
     for each in SCHEDULERS:
         fleet.wait_healthy(each)
+
+
+def _first_time(call: Callable[[float], object]) -> Callable[[Chat], None]:
+    calls = iter([call])
+
+    def on_progress(_: Chat) -> None:
+        for each in calls:
+            each(WAIT_S)
+
+    return on_progress
 
 
 def _restarts(fleet: Fleet) -> int:

@@ -192,7 +192,15 @@ class NoBudget(Fcfs):
         return None  # type: ignore[return-value]
 
 
-BAD_ORDERS = {kind.__name__: kind for kind in (RaisesInRank, RanksAlike, NoBudget)}
+class NeverReturnsFromRank(Fcfs):
+    """Looks for something that is not there."""
+
+    def rank(self, job: JobView) -> Rank:
+        while True:
+            pass
+
+
+BAD_ORDERS = {kind.__name__: kind for kind in (RaisesInRank, RanksAlike, NoBudget, NeverReturnsFromRank)}
 
 
 class ServesByRaisesInRank(LeastLoaded):
@@ -213,8 +221,17 @@ class ServesByNoBudget(LeastLoaded):
     batch_order = NoBudget.__name__
 
 
+class ServesByNeverReturnsFromRank(LeastLoaded):
+    """Has that batch order."""
+
+    batch_order = NeverReturnsFromRank.__name__
+
+
 ORDERED: Final = ("ServesByRaisesInRank", "ServesByRanksAlike", "ServesByNoBudget")
 """Policies that place well, with a batch order that makes a mistake on workers."""
+
+HANGING_ORDER: Final = "ServesByNeverReturnsFromRank"
+"""One whose batch order does not return."""
 
 
 def install(folder: Path) -> str:
@@ -223,7 +240,7 @@ def install(folder: Path) -> str:
     about.mkdir(parents=True)
     about.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: bad_policies\nVersion: 1.0\n")
     lines = ["[tailrace.policies]"]
-    lines += [f"{name} = {__name__}:{name}" for name in (*BAD_POLICIES, *ORDERED)]
+    lines += [f"{name} = {__name__}:{name}" for name in (*BAD_POLICIES, *ORDERED, HANGING_ORDER)]
     lines += ["[tailrace.batch_orders]", *(f"{name} = {__name__}:{name}" for name in BAD_ORDERS), ""]
     about.joinpath("entry_points.txt").write_text("\n".join(lines))
     return f"{folder}:{Path(__file__).parents[1]}"
