@@ -105,7 +105,7 @@ def test_a_package_can_declare_a_complete_setup(folder: Path) -> None:
         "    setup = setup_for(name)\n"
         "    pools = [i.pool.value for i in setup.apply(spec).instances]\n"
         "    order = order_of_policy(PolicyRecord(name=name))[0]\n"
-        "    print(name, pools.count('prefill'), type(setup.intra()).__name__, order,\n"
+        "    print(name, pools.count('prefill'), setup.intra_name, order,\n"
         "          setup.migration.when_full.value, all_parameters(name, {}))\n"
         "print(load('divided prefill_share=0.5', parameters={'prefill_share': '0.75'}).prefill_share)\n"
         "active = PolicyRecord(name='divided+fcfs')\n"
@@ -113,10 +113,10 @@ def test_a_package_can_declare_a_complete_setup(folder: Path) -> None:
     )
     lines = run("-c", code, folder=folder, installed=folder / "site").splitlines()
     assert lines[0] == (
-        "divided 2 ShortestPrompt shortest_prompt refuse {'prefill_share': 0.25, 'moves': True}"
+        "divided 2 shortest_prompt shortest_prompt refuse {'prefill_share': 0.25, 'moves': True}"
     )
     assert lines[1] == (
-        "divided+fcfs prefill_share=0.5 4 Fcfs fcfs refuse "
+        "divided+fcfs prefill_share=0.5 4 fcfs fcfs refuse "
         "{'prefill_share': 0.5, 'moves': True, 'watermark': 0.01, 'pass_over': 0.0}"
     )
     assert lines[2] == "0.75"
