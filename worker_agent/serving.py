@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from tailrace.service.options import CommonOptions
-from tailrace.service.runtime import Shutdown, open_service
+from tailrace.service.runtime import Shutdown, ending_process, exit_within_grace, open_service
 from tailrace.service.sockets import ListenError, require_listenable
 from worker_agent.draining import HANDOVER_S
 from worker_agent.engines import make_engine
@@ -38,21 +38,12 @@ async def serve_or_log_error(
 ) -> None:
     """Serve until told to stop or an engine dies; log what an operator can fix as one line.
 
-    Never returns: the process exits as soon as everything is closed. The interpreter would need seconds
-    more to unload an engine's modules, in which a supervisor cannot start the worker again.
+    Never returns: the process exits as soon as everything is closed.
     """
-    status = 0
     if options.unused:
         log.info("of no effect on this engine: %s", ", ".join(options.unused))
-    try:
+    with ending_process(BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse, ListenError):
         await serve(common, options, count, settings, shutdown)
-    except asyncio.CancelledError:
-        log.info("stopped")
-    except (BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse, ListenError) as error:
-        log.error("%s", error)
-        status = 1
-    logging.shutdown()
-    os._exit(status)
 
 
 async def serve(
@@ -90,6 +81,8 @@ async def serve(
         if hung:
             log.error("order %s is not used until this worker is started anew: it did not return", hung)
         died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # What is closed then may wait for an engine that hangs.
+        died.add_done_callback(lambda _: exit_within_grace())
         listen = common.listen
         workers: list[RunningWorker] = []
         for name, engine in zip(names, engines, strict=True):

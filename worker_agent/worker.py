@@ -348,7 +348,7 @@ class _WorkerBuilder:
         loops: dict[str, Loop] = {
             "heartbeats": lambda: send_heartbeats(self._front_ends, _SILENCE_S, heartbeats),
             "reports": self._reports().run,
-            "progress": lambda: watch_progress(self._engine.stats, progress, self._on_dead),
+            "progress": lambda: watch_progress(self._engine.stats, progress, self._engine.fail),
             "draining": self._draining.run,
             "batch order": self._intra_switch.run,
         }

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -156,7 +157,7 @@ async def _until_signalled(
         if (error := task_error(done)) is not None:
             log.error("draining failed", exc_info=error)
         task.cancel()
-        loop.call_later(_GRACE_S, _force_exit)
+        exit_within_grace()
 
     def stop(signum: int) -> None:
         nonlocal stopping
@@ -183,9 +184,41 @@ async def _until_signalled(
                 await asyncio.gather(stopping, return_exceptions=True)
 
 
+def exit_within_grace() -> None:
+    """Let this process end soon even if something that it closes never returns, or blocks the event loop."""
+    timer = threading.Timer(_GRACE_S, _force_exit)
+    timer.daemon = True
+    timer.start()
+
+
 def _force_exit() -> None:
     log.error("did not stop within %.0f s; exiting", _GRACE_S)
     os._exit(1)
+
+
+@contextmanager
+def ending_process(*expected: type[Exception]) -> Iterator[None]:
+    """Run the main coroutine of an engine's process; never returns, whatever the block raises.
+
+    The interpreter would need seconds to unload an engine's modules, in which a supervisor cannot start the
+    process again, and would wait for threads that hang with the engine. `expected`: what is logged as one
+    line, besides what every service logs so.
+    """
+    lines: tuple[type[Exception], ...] = (*expected, StoreUnavailable, OSError)
+    status = 1
+    try:
+        yield
+        status = 0
+    except asyncio.CancelledError:
+        log.info("stopped")
+        status = 0
+    except lines as error:
+        log.error("%s", error)
+    except Exception:
+        log.exception("failed")
+    finally:
+        logging.shutdown()
+        os._exit(status)
 
 
 # They export the gauges of the whole cluster; front ends and workers, of which there are many, do not.

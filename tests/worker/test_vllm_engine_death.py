@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -78,3 +79,23 @@ async def test_failure_of_the_engine_thread_is_reported_to_all() -> None:
     await engine.stop()
     # A worker's process ends with its engine; this one runs further tests, and vLLM keeps state per process.
     engine._parts.core.core.shutdown()
+
+
+async def test_engine_that_hangs_is_given_up_at_once() -> None:
+    engine, sink = VllmEngine(EngineOptions(model=str(MODEL_PATH))), Sink()
+    engine._sink = sink
+    hung = threading.Event()
+    # As a step that never ends; no model is needed for that.
+    engine._thread._thread = threading.Thread(target=hung.wait, daemon=True)
+    engine._thread._thread.start()
+    try:
+        asked = asyncio.create_task(engine.export_resume("someone"))
+        await asyncio.sleep(0)
+        engine.fail("the engine hangs")
+        with pytest.raises(EngineRefusal, match="the engine has failed: the engine hangs"):
+            await asked
+        assert sink.reason == "the engine hangs"
+        # Raises TimeoutError if it expects the thread to end.
+        await engine.stop()
+    finally:
+        hung.set()

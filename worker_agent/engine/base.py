@@ -329,6 +329,9 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Stop stepping and free everything."""
 
+    def fail(self, reason: str) -> None:
+        """Give the engine up, as it hangs: it steps no more, and the sink hears that it is dead."""
+
     # ---- the data path
 
     def submit(self, submission: Submission) -> None:

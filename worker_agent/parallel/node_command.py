@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +15,7 @@ from tailrace.address import MalformedAddress, parse_address
 from tailrace.collector import collector_paused
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.options import insecure_option
-from tailrace.service.runtime import Shutdown, run_service
+from tailrace.service.runtime import Shutdown, ending_process, run_service
 from tailrace.telemetry.log_format import log_as
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.network import untrusted_reason, use_network_of
@@ -155,18 +154,10 @@ def command(worker: str, node: int, model: str | None, join_timeout: float, inse
 async def _serve_or_log_error(options: NodeOptions, shutdown: Shutdown) -> None:
     """Serve until the engine ends or the process is told to stop; log what an operator can fix as one line.
 
-    Never returns: the interpreter would need seconds to unload an engine's modules.
+    Never returns.
     """
-    status = 0
-    try:
+    with ending_process(NodeRefused, NodeEnded, EngineSettingError):
         await serve(options)
-    except asyncio.CancelledError:
-        log.info("stopped")
-    except (NodeRefused, NodeEnded, EngineSettingError) as error:
-        log.error("%s", error)
-        status = 1
-    logging.shutdown()
-    os._exit(status)
 
 
 async def serve(options: NodeOptions) -> None:

@@ -194,6 +194,13 @@ class SimulatedEngine:
         # Calls that wait for the end of the step fail, because their requests are gone.
         self._boundary.run_pending()
 
+    def fail(self, reason: str) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        sink, self._emitter = self._sink, None
+        if sink is not None:
+            sink.on_engine_dead(reason)
+
     # ---- the data path
 
     def submit(self, submission: Submission) -> None:
@@ -501,7 +508,7 @@ class SimulatedEngine:
             self._begin_step()
             return
         if self.faults.die_on_prompt is not None and self._crashes(step):
-            self._die("a fault: it does not bear that prompt")
+            self.fail("a fault: it does not bear that prompt")
             return
         running = State.RUNNING
         for request in step.decodes:
@@ -534,12 +541,6 @@ class SimulatedEngine:
             and tuple(request.prompt) == self.faults.die_on_prompt
             for request in sampling
         )
-
-    def _die(self, reason: str) -> None:
-        """Fail permanently, as vLLM's engine does when a step raises."""
-        sink, self._emitter = self._sink, None
-        if sink is not None:
-            sink.on_engine_dead(reason)
 
     def _sample(self, request: Request) -> None:
         emitter = self._live_emitter()

@@ -142,11 +142,22 @@ class VllmEngine:
                 # A worker that exits leaves no rank behind, even one that hangs.
                 await asyncio.to_thread(self._ranks.clear)
 
+    def fail(self, reason: str) -> None:
+        if self._dead:
+            # Reported twice: first a rank died, then the step that waited for it.
+            return
+        self._dead = reason
+        for answer in self._waiting:
+            if not answer.done():
+                answer.set_exception(EngineRefusal(f"the engine has failed: {reason}"))
+        self._sink.on_engine_dead(reason)
+
     async def _stop_thread(self) -> None:
         if self._dead:
-            # It may wait for a rank that is gone; vLLM does so for minutes if that was on another machine.
+            # It may hang, or wait for a rank that is gone; vLLM does so for minutes if that was on another
+            # machine.
             if not await asyncio.to_thread(self._thread.stop, _DEAD_STOP_DEADLINE_S):
-                _log.warning("the engine thread still waits for its ranks")
+                _log.warning("the engine thread still runs")
         elif not await asyncio.to_thread(self._thread.stop, _STOP_DEADLINE_S):
             raise TimeoutError("the engine thread did not end")
 
@@ -326,13 +337,13 @@ class VllmEngine:
     def _node_lost(self, lost: asyncio.Future[str]) -> None:
         """End the engine: its ranks here may wait for those that are gone."""
         if not lost.cancelled():
-            self._die(lost.result())
+            self.fail(lost.result())
             if self._ranks is not None:
                 self._ranks.kill()
 
     async def _serve_ranks(self) -> EngineRanks:
         """Have every rank connect, to transfer its part of the KV. Raises RuntimeError."""
-        ranks = EngineRanks(self._parts, self._die)
+        ranks = EngineRanks(self._parts, self.fail)
         try:
             await ranks.links.open()
         except OSError as error:
@@ -398,17 +409,7 @@ class VllmEngine:
             self._sink.on_step(entry)
 
     def _report_death(self, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self._die, reason)
-
-    def _die(self, reason: str) -> None:
-        if self._dead:
-            # Reported twice: first a rank died, then the step that waited for it.
-            return
-        self._dead = reason
-        for answer in self._waiting:
-            if not answer.done():
-                answer.set_exception(EngineRefusal(f"the engine has failed: {reason}"))
-        self._sink.on_engine_dead(reason)
+        self._loop.call_soon_threadsafe(self.fail, reason)
 
 
 def _rank_records(core: LoadedCore, span: NodeSpan | None) -> list[RankRecord]:
