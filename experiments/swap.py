@@ -110,10 +110,11 @@ class _StepTimer:
         self._tokens = list(output.num_scheduled_tokens.values())  # type: ignore[attr-defined]
         return metadata
 
-    def _timed_save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
+    def _timed_save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> bool:
         started_s = time.thread_time()
-        self._save(block_ids, slots, names)
+        saved = self._save(block_ids, slots, names)
         self._copy_s += time.thread_time() - started_s
+        return saved
 
     def _timed_load(
         self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]

@@ -78,3 +78,16 @@ def test_room_is_granted_in_order_and_each_import_has_one_result(actions: Sequen
         room.queue.remove_client(number)
     assert len(room.queue) == 0
     assert len(room.results) == len(room.sizes)
+
+
+def test_an_import_that_fails_is_refused_and_the_next_one_goes_on() -> None:
+    queue, results = ImportQueue(), list[tuple[str, EngineRefusal | None]]()
+
+    def fail() -> None:
+        raise ArithmeticError("of a device")
+
+    queue.add("bad", RequestKey(0, 0), fail, lambda refusal: results.append(("bad", refusal)))
+    queue.add("good", RequestKey(0, 1), lambda: None, lambda refusal: results.append(("good", refusal)))
+    queue.admit()
+    assert [name for name, _ in results] == ["bad", "good"]
+    assert "of a device" in str(results[0][1]) and results[1][1] is None

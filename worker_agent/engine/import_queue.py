@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from worker_agent.engine.base import RequestKey
 from worker_agent.engine.errors import EngineRefusal, NoRoom
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,10 @@ class ImportQueue:
                 return
             except EngineRefusal as error:
                 refusal = error.with_traceback(None)
+            # The engine's loop calls this: one import must not end the engine.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("the import of %s failed", request_id)
+                refusal = EngineRefusal(f"it failed: {error}")
             del self._waiting[request_id]
             first.done(refusal)
 

@@ -47,10 +47,10 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Worker side: `blocks` reads and writes KV by block, `pool` is the host memory, `loads` copies prefixes
     from it to the device.
 
-    Scheduler side: `ledger` keeps track of the pool's slots, `tier` of evicted prefixes. All are attached
-    once the engine is loaded; before that, and without host memory, nothing is swapped. Models with several
-    KV cache groups do not swap, because vLLM does not accept corrupt blocks from a connector there. Engines
-    with several ranks do not either, because their worker sides are in other processes.
+    Scheduler side: `tier` takes evicted prefixes. Both sides: `ledger` keeps track of the pool's slots. All
+    are attached once the engine is loaded; before that, and without host memory, nothing is swapped. Models
+    with several KV cache groups do not swap, because vLLM does not accept corrupt blocks from a connector
+    there. Engines with several ranks do not either, because their worker sides are in other processes.
     """
 
     blocks: KvBlocks | None
@@ -99,7 +99,9 @@ class TailraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.blocks.wait_for_steps()
         for swap in kv_connector_metadata.swap_outs:
             assert self.pool is not None
-            self.pool.save(swap.block_ids, swap.slots, swap.names)
+            if not self.pool.save(swap.block_ids, swap.slots, swap.names):
+                # A request whose swap is lost is recomputed once that cannot be loaded.
+                self.ledger.discard(swap.names)
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         metadata = self._get_connector_metadata()

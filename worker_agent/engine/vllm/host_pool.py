@@ -3,6 +3,7 @@ as a second tier of the prefix cache (`HostTier`)."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +18,11 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from worker_agent.engine.errors import KvCorrupt
+from worker_agent.engine.errors import EngineRefusal, KvCorrupt
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.vllm.kv_blocks import DeviceStaging, KvBlocks
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,19 @@ class HostPool:
         self._tags: dict[int, tuple[int, bytes]] = {}
         self._chunk = max(1, _CHUNK_BYTES // self.block_bytes)
 
-    def save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
-        """Copy blocks from the device to host memory."""
+    def save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> bool:
+        """Copy blocks from the device to host memory. Return False, with nothing in the slots, if the device
+        has no memory for that."""
+        try:
+            self._save(block_ids, slots, names)
+        except EngineRefusal as refusal:
+            _log.warning("%d KV blocks are not saved to host memory: %s", len(slots), refusal)
+            for slot in slots:
+                self._tags.pop(slot, None)
+            return False
+        return True
+
+    def _save(self, block_ids: Sequence[int], slots: Sequence[int], names: Sequence[bytes]) -> None:
         if self._kv.on_host:
             # The slots are like any other memory: the step that waits for the copy makes only one.
             self._tag(slots, self._kv.gather_to(block_ids, self._memory, slots), names)
@@ -124,10 +138,18 @@ class HostPool:
             self.put(slots[part], staging, sums, names[part])
 
     def load(self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
-        """Copy blocks to the device and return the IDs of the corrupt ones.
+        """Copy blocks to the device and return the IDs of the corrupt ones; all of them if some were never
+        saved, or the device has no memory for the copy.
 
         Names and checksums are verified on the device, before the blocks are written to the KV cache.
         """
+        try:
+            return self._load(slots, block_ids, names)
+        except EngineRefusal as refusal:
+            _log.warning("%d KV blocks are not loaded from host memory: %s", len(slots), refusal)
+            return list(block_ids)
+
+    def _load(self, slots: Sequence[int], block_ids: Sequence[int], names: Sequence[bytes]) -> list[int]:
         bad: list[int] = []
         staging = self._kv.staging(min(self._chunk, len(slots)))
         for first in range(0, len(slots), self._chunk):
@@ -156,10 +178,13 @@ class HostPool:
         self._tag(slots, checksums, names)
 
     def read(self, slots: Sequence[int], staging: DeviceStaging) -> list[int]:
-        """Copy slots to the front of `staging` and return the checksums that they were stored under."""
+        """Copy slots to the front of `staging` and return the checksums that they were stored under. Raise
+        EngineRefusal if one is empty."""
         with self._kv.stream():
             for row, slot in enumerate(slots):
                 staging.bytes[row].copy_(self._memory.bytes[slot], non_blocking=True)
+        if not self._tags.keys() >= set(slots):
+            raise EngineRefusal("the blocks were not saved")
         return [self._tags[slot][0] for slot in slots]
 
     def _tag(self, slots: Sequence[int], checksums: Sequence[int], names: Sequence[bytes]) -> None:
@@ -289,7 +314,8 @@ class HostTier:
     def _save(self, saves: Mapping[int, tuple[int, bytes]]) -> None:
         swap = _swap_of(saves)
         self._kv.wait_for_steps()
-        self._pool.save(swap.block_ids, swap.slots, swap.names)
+        if not self._pool.save(swap.block_ids, swap.slots, swap.names):
+            self._ledger.discard(swap.names)
 
     # ---- one step
 

@@ -311,13 +311,14 @@ class VllmImports:
     def _reserve_blocks(
         self, request: Request, blocks: int, tokens: int, cached: Sequence[KVCacheBlock]
     ) -> bool:
-        """Reserve a new request's blocks; return False or raise NoRoom, with none reserved, without room."""
+        """Reserve a new request's blocks; return False or raise NoRoom without room. None are reserved then,
+        whatever is raised."""
         core = self._core
         try:
             if core.layout.plain:
                 return core.reserve(request, blocks, cached)
             return core.reserve_for(request, tokens - 1, cached)
-        except NoRoom:
+        except Exception:
             core.block_pool.free_blocks(reversed(core.kv_manager.pop_blocks_for_free(request)))
             raise
 

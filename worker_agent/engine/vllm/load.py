@@ -118,6 +118,7 @@ class LoadedCore:
             pool = HostPool(self._kv, host_bytes if swaps else 0)
             self.host = HostLedger(pool.slots, pool.block_bytes)
             connector.pool = self.host_pool = pool
+            connector.ledger = self.host
         self.scheduler.tailrace_connector.ledger = self.host
         # Why evicted prefixes are not cached in host memory; empty if they are.
         self.no_host_tier_reason = self._no_host_tier_reason(host_kv_bytes is not None)
@@ -426,8 +427,13 @@ class LoadedCore:
 
     def allocate_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Allocate free blocks, each with one user; the caller has checked that there are enough."""
-        with self._saving_evictions():
-            allocated: list[KVCacheBlock] = self.block_pool.get_new_blocks(num_blocks)
+        allocated: list[KVCacheBlock] = []
+        try:
+            with self._saving_evictions():
+                allocated = self.block_pool.get_new_blocks(num_blocks)
+        except Exception:
+            self.block_pool.free_blocks(allocated)
+            raise
         return allocated
 
     def reserve(self, request: Request, num_blocks: int, cached: Sequence[KVCacheBlock] = ()) -> bool:

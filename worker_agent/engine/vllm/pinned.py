@@ -236,7 +236,11 @@ class Fetches:
         if len(missing) > room:
             raise NoRoom(f"no room: {len(missing)} KV blocks are not free")
         core.block_pool.touch(cached)
-        allocated = core.allocate_blocks(len(missing))
+        try:
+            allocated = core.allocate_blocks(len(missing))
+        except Exception:
+            core.block_pool.free_blocks(reversed(cached))
+            raise
         self._fetches[fetch_id] = Fetch(request, len(cached), [*cached, *allocated], InUse(fetch_id))
         return missing
 
