@@ -1,8 +1,8 @@
 """End or restart a process that hangs: its event loop is blocked, or a call of foreign code does not return.
 
 A service that hangs answers nothing, yet its process is alive: neither systemd nor a container engine
-restarts it. The loop's timer runs in a C thread of `faulthandler` and needs neither the event loop nor the
-interpreter lock. Calls are watched by a Python thread, which can say which one it was.
+restarts it. Python threads watch the loop and calls; they count only the time in which the process runs. A
+C timer of `faulthandler` is for what keeps the interpreter lock, which they need.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ TIMEOUT: Final = "TAILRACE_WATCHDOG_S"
 # Importing an engine blocks the loop for a minute on a slow, shared machine.
 _DEFAULT_S: Final = 300.0
 _BEATS: Final = 10
+# Timeouts until the C timer expires, which counts time in which the process was suspended.
+_LOCKED: Final = 4
 
 # Whether this process is a service that may be ended.
 _watching = False
@@ -50,7 +52,9 @@ def watched_loop(timeout_s: float) -> Iterator[None]:
     """Watch the running event loop during the block; `timeout_s` 0 disables that.
 
     If the loop is blocked for `timeout_s`, the stacks of all threads go to stderr and the process exits with
-    code 1.
+    code 1. Time in which the process was suspended (SIGSTOP, a frozen container) does not count. A call that
+    keeps the interpreter lock is ended only after _LOCKED times as long, and suspended time counts for that:
+    a process that was suspended for so long still exits when it goes on.
     """
     global _watching
     if timeout_s == 0.0:
@@ -58,13 +62,18 @@ def watched_loop(timeout_s: float) -> Iterator[None]:
         return
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
+    beats = 0
 
     def beat() -> None:
-        nonlocal timer
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        nonlocal timer, beats
+        beats += 1
         timer = loop.call_later(timeout_s / _BEATS, beat)
 
     beat()
+    stopped = threading.Event()
+    arguments = (stopped, timeout_s, lambda: beats)
+    thread = threading.Thread(target=_watch_loop, args=arguments, name="loop-watchdog", daemon=True)
+    thread.start()
     _watching = True
     try:
         yield
@@ -72,7 +81,26 @@ def watched_loop(timeout_s: float) -> Iterator[None]:
         _watching = False
         if timer is not None:
             timer.cancel()
+        stopped.set()
+        thread.join()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _watch_loop(stopped: threading.Event, timeout_s: float, beats: Callable[[], int]) -> None:
+    interval_s = timeout_s / _BEATS
+    last, blocked_s, seen_s = 0, 0.0, time.monotonic()
+    while blocked_s < timeout_s:
+        faulthandler.dump_traceback_later(_LOCKED * timeout_s, exit=True)
+        if stopped.wait(interval_s):
+            return
+        now_s, now = time.monotonic(), beats()
+        # An interval that took much longer was one in which this thread did not run either.
+        blocked_s = blocked_s + min(now_s - seen_s, 2 * interval_s) if now == last else 0.0
+        last, seen_s = now, now_s
+    # Not by the log, for which the blocked thread may hold a lock.
+    os.write(2, f"the event loop was blocked for {blocked_s:.3g} s\n".encode())
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
 
 
 _BEAT_S: Final = 0.25

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,7 +13,7 @@ from tailrace.service.watchdog import TIMEOUT, waited_for_core_s, watchdog_timeo
 from tests.waiting import WAIT_S
 
 _SERVICE = """
-import asyncio, sys, time
+import asyncio, ctypes, sys, time
 from tailrace.service.runtime import run_service
 
 def stuck():
@@ -20,6 +22,13 @@ def stuck():
 async def main(shutdown):
     if sys.argv[1] == "hang":
         stuck()
+    if sys.argv[1] == "hang with the lock":
+        ctypes.PyDLL(None).sleep(120)
+    print("runs", flush=True)
+    if sys.argv[1] == "work":
+        until_s = time.process_time() + 0.5
+        while time.process_time() < until_s:
+            pass
     await asyncio.sleep(1.0)
     print("ended by itself")
 
@@ -44,10 +53,36 @@ def test_a_hung_service_exits_with_its_stack() -> None:
     assert "stuck" in result.stderr
 
 
+def test_a_call_that_keeps_the_interpreter_lock_is_found() -> None:
+    result = _run("hang with the lock", "0.3")
+    assert result.returncode == 1
+    assert "in main" in result.stderr
+
+
+def test_a_suspended_process_is_not_ended() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVICE, "work"],
+        env={TIMEOUT: "4", "PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "runs\n"
+            process.send_signal(signal.SIGSTOP)
+            # Longer than the loop may be blocked.
+            time.sleep(5)
+            process.send_signal(signal.SIGCONT)
+            out, err = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (0, "ended by itself\n"), err
+
+
 @pytest.mark.parametrize("timeout", ["0.3", "0"])
 def test_a_running_service_is_not_ended(timeout: str) -> None:
     result = _run("turn", timeout)
-    assert (result.returncode, result.stdout) == (0, "ended by itself\n"), result.stderr
+    assert (result.returncode, result.stdout) == (0, "runs\nended by itself\n"), result.stderr
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
