@@ -18,6 +18,7 @@ from worker_agent.kv.memory import SharedMemory
 from worker_agent.kv.ucx import discarding_strays, start_ucx, stop_ucx
 from worker_agent.metrics import WorkerCollector, WorkerHistograms, WorkerMetrics
 from worker_agent.network import BindingError, interfaces, rdma_devices, ucx_options
+from worker_agent.parallel.rank_leftovers import private_sockets
 from worker_agent.registration import IdInUse
 from worker_agent.settings import EngineOptionError, EngineOptions, WorkerSettings
 from worker_agent.worker import EngineStartError, RunningWorker, running_worker
@@ -42,7 +43,8 @@ async def serve_or_log_error(
     """
     if options.unused:
         log.info("of no effect on this engine: %s", ", ".join(options.unused))
-    with ending_process(BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse, ListenError):
+    expected = (BindingError, EngineOptionError, EngineStartError, EngineDied, IdInUse, ListenError)
+    with ending_process(*expected), private_sockets():
         await serve(common, options, count, settings, shutdown)
 
 

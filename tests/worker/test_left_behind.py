@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from worker_agent.parallel.rank_leftovers import names_of, remove, remove_left_behind
+from worker_agent.parallel.rank_leftovers import (
+    SOCKETS,
+    names_of,
+    private_sockets,
+    remove,
+    remove_left_behind,
+)
 
 SHARED = Path("/dev/shm")
 # As a rank of a vLLM engine on a CPU: a message queue, and memory of the ranks' own communicator.
@@ -143,3 +150,61 @@ def test_what_is_no_record_is_left_alone(tmp_path: Path) -> None:
         link.unlink()
         pipe.unlink()
         folder.rmdir()
+
+
+# As a worker with one rank, and with a message queue: killed, or ended.
+_SOCKETS = """
+import os, sys, uuid
+from worker_agent.parallel.rank_leftovers import Record, meeting_file, private_sockets
+from worker_agent.parallel.rank_links import RankLinks
+meeting = f"vllm_dist_{uuid.uuid4().hex}"
+open(os.path.join(os.environ["TMPDIR"], meeting), "w").close()
+Record().write(meeting_file(meeting))
+with private_sockets():
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+    import zmq
+    socket = zmq.Context().socket(zmq.PUB)
+    socket.bind(get_open_zmq_ipc_path())
+    links = RankLinks(2, print)
+    print("made", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.vllm
+def test_what_a_killed_worker_left_in_the_temporary_folder_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("vllm", reason="the vLLM engine is not installed")
+    monkeypatch.delenv(SOCKETS, raising=False)
+    # With a short path, as vLLM's sockets need.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        with subprocess.Popen(
+            [sys.executable, "-c", _SOCKETS],
+            env=os.environ | {"TMPDIR": name},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"made\n"
+            made = {path.name.partition(".")[0].partition("_")[0] for path in folder.iterdir()}
+            process.kill()
+        assert made == {"tailrace-worker", "vllm"}
+        # As the next worker.
+        remove_left_behind()
+        with private_sockets():
+            assert [*folder.iterdir()] == [Path(os.environ[SOCKETS])]
+        assert [*folder.iterdir()] == []
+    assert SOCKETS not in os.environ
+
+
+def test_sockets_stay_outside_a_folder_that_is_too_deep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SOCKETS, raising=False)
+    deep = tmp_path / ("a" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with private_sockets():
+        assert SOCKETS not in os.environ

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +20,7 @@ pytest.importorskip("vllm", reason="the vLLM engine is not installed")
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.parallel.rank_leftovers import remove_left_behind
 from worker_agent.settings import EngineOptions
 
 pytestmark = pytest.mark.vllm
@@ -99,3 +105,33 @@ async def test_engine_that_hangs_is_given_up_at_once() -> None:
         await engine.stop()
     finally:
         hung.set()
+
+
+_KILLED = """
+import asyncio, os, signal, sys
+from unittest.mock import Mock
+from worker_agent.engine.vllm.engine import VllmEngine
+from worker_agent.settings import EngineOptions
+
+async def run():
+    engine = VllmEngine(EngineOptions(model=sys.argv[1], kv_blocks=32, arguments={"max_model_len": 512}))
+    await engine.start(Mock())
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    await engine.stop()
+    os._exit(0)
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_an_engine_leaves_no_rendezvous(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", _KILLED, str(MODEL_PATH), end]
+    subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, timeout=WAIT_S, check=False)
+    meetings = list(tmp_path.glob("vllm_dist_*"))
+    assert len(meetings) == (end == "killed")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # As the next engine.
+    remove_left_behind()
+    assert not list(tmp_path.glob("vllm_dist_*"))

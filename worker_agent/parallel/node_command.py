@@ -20,6 +20,7 @@ from tailrace.telemetry.log_format import log_as
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.network import untrusted_reason, use_network_of
 from worker_agent.parallel.node_gathering import Join, Loaded, NodeStream, Refused, Start, Stopped
+from worker_agent.parallel.rank_leftovers import private_sockets
 
 _RETRY_S: Final = 0.5
 _ATTEMPT_S: Final = 10.0
@@ -156,7 +157,7 @@ async def _serve_or_log_error(options: NodeOptions, shutdown: Shutdown) -> None:
 
     Never returns.
     """
-    with ending_process(NodeRefused, NodeEnded, EngineSettingError):
+    with ending_process(NodeRefused, NodeEnded, EngineSettingError), private_sockets():
         await serve(options)
 
 

@@ -2,7 +2,8 @@
 
 Python and vLLM choose these names, and give them to nobody; but a process has mapped only those of its own
 engine. So they are read from the ranks' memory maps while these live, and recorded beside them for the case
-that the worker is killed with all of its ranks: the next worker of the same user then removes them.
+that the worker is killed with all of its ranks: the next worker of the same user then removes them. The file
+of the rendezvous is recorded, too, and sockets are in a folder of their own.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import stat
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Final, TextIO
+
+from tailrace.service.private_folder import private_folder
+from tailrace.service.sockets import unix_path
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +33,8 @@ _SHARED: Final = Path("/dev/shm")
 # Python's shared memory (vLLM's message queues), and that of vLLM's ranks on a CPU.
 _PYTHONS: Final = re.compile(r"psm_[0-9a-f]+")
 _OF_RANKS: Final = re.compile(r"psm_[0-9a-f]+|[^/]+-cpushm[^/]*")
-# Start of the name of the file by which the ranks of an engine on one machine rendezvous.
-_MEETING: Final = "vllm_dist_"
+# The file by which the ranks of an engine on one machine rendezvous; an engine with one rank has it, too.
+_MEETING: Final = re.compile(r"vllm_dist_[0-9a-f]+")
 _MAPS_FIELDS: Final = 6
 # Start of a record's name, and what is read of each, and of how many.
 _RECORD: Final = "tailrace-ranks-"
@@ -38,7 +42,7 @@ _RECORD_BYTES_MAX: Final = 64 << 10
 _RECORDS_MAX: Final = 1_024
 
 Names = dict[str, int]
-"""Names in /dev/shm, and the inode of each: a name may be used again, by others."""
+"""Names in /dev/shm or of a rendezvous, and the inode of each: a name may be used again, by others."""
 
 
 def names_of(processes: Iterable[int]) -> Names:
@@ -60,7 +64,7 @@ def remove(names: Names, tracked: bool = True) -> None:
     `tracked`: Python's resource tracker of this process knows them, and is told.
     """
     for name, inode in names.items():
-        path = _SHARED / name
+        path = _path(name)
         try:
             if path.stat().st_ino != inode:
                 continue
@@ -68,16 +72,28 @@ def remove(names: Names, tracked: bool = True) -> None:
         except OSError:
             # Gone, or not ours to remove.
             continue
-        log.info("removed shared memory of a rank that is gone: %s", name)
+        log.info("removed what a rank that is gone has left: %s", path)
         if tracked and _PYTHONS.fullmatch(name):
             resource_tracker.unregister(f"/{name}", "shared_memory")
 
 
+def meeting_file(name: str) -> Names:
+    """Return the file of the ranks' rendezvous; nothing if vLLM used another rendezvous."""
+    with contextlib.suppress(OSError):
+        if _MEETING.fullmatch(name):
+            return {name: _path(name).stat().st_ino}
+    return {}
+
+
 def remove_meeting(name: str) -> None:
     """Remove the file of the ranks' rendezvous. Does nothing if vLLM used another rendezvous."""
-    if name.startswith(_MEETING):
+    if _MEETING.fullmatch(name):
         with contextlib.suppress(OSError):
-            Path(tempfile.gettempdir(), name).unlink()
+            _path(name).unlink()
+
+
+def _path(name: str) -> Path:
+    return (Path(tempfile.gettempdir()) if _MEETING.fullmatch(name) else _SHARED) / name
 
 
 class Record:
@@ -92,7 +108,9 @@ class Record:
         self._file: TextIO | None = None
 
     def write(self, names: Names) -> None:
-        """Record these names."""
+        """Record these names, if there are any."""
+        if not names:
+            return
         # Locked before it can be found.
         unfinished = self._path.with_name(f".{self._path.name}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -103,7 +121,7 @@ class Record:
             self._file.flush()
             unfinished.rename(self._path)
         except OSError as error:
-            log.warning("%s: %s; what killed ranks leave in /dev/shm will stay", self._path, error.strerror)
+            log.warning("%s: %s; what killed ranks leave will stay", self._path, error.strerror)
             with contextlib.suppress(OSError):
                 unfinished.unlink()
 
@@ -137,10 +155,30 @@ def _remove_recorded(path: Path) -> None:
         lines = file.read(_RECORD_BYTES_MAX).decode(errors="replace").splitlines()
         path.unlink()
     recorded = ((name, inode) for inode, _, name in (line.partition(" ") for line in lines))
-    remove(
-        {name: int(inode) for name, inode in recorded if inode.isdecimal() and _OF_RANKS.fullmatch(name)},
-        tracked=False,
-    )
+    names = {
+        name: int(inode)
+        for name, inode in recorded
+        if inode.isdecimal() and (_OF_RANKS.fullmatch(name) or _MEETING.fullmatch(name))
+    }
+    remove(names, tracked=False)
+
+
+SOCKETS: Final = "VLLM_RPC_BASE_PATH"
+"""Environment variable that holds the folder of the ranks' Unix sockets, vLLM's and ours."""
+
+
+@contextlib.contextmanager
+def private_sockets() -> Iterator[None]:
+    """Have an engine make its sockets in a folder of this process, unless the environment names one. Raise
+    OSError."""
+    with private_folder("worker") as folder, contextlib.ExitStack() as stack:
+        # In a temporary folder with a long path, vLLM's sockets stay outside: their paths would be too long.
+        with contextlib.suppress(OSError):
+            unix_path(folder, str(uuid.uuid4()))
+            if SOCKETS not in os.environ:
+                os.environ[SOCKETS] = str(folder)
+                stack.callback(os.environ.pop, SOCKETS)
+        yield
 
 
 # End a rank whose worker dies before the rank serves.

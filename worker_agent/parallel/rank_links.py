@@ -26,6 +26,7 @@ from tailrace.service.sockets import unix_path
 from tailrace.service.tasks import cancel, supervise
 from tailrace.telemetry.incidents import unreadable
 from worker_agent.kv.address import KvTransferError
+from worker_agent.parallel.rank_leftovers import SOCKETS
 from worker_agent.parallel.rank_messages import (
     ERRORS,
     Command,
@@ -152,7 +153,7 @@ class RankLinks:
         self._number = number
         self._pulse = pulse or Pulse()
         self._on_lost = on_lost
-        self._folder = tempfile.mkdtemp(prefix="tailrace-ranks-")
+        self._folder = tempfile.mkdtemp(prefix="tailrace-ranks-", dir=os.environ.get(SOCKETS))
         self.path = os.path.join(self._folder, "worker")
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         self._server: asyncio.Server | None = None

@@ -52,7 +52,14 @@ from worker_agent.engine.vllm.ranks import EngineRanks, encode_options, folder_k
 from worker_agent.network import use_network_of
 from worker_agent.parallel.node_gathering import Nodes
 from worker_agent.parallel.node_span import NodeSpan, worker_span
-from worker_agent.parallel.rank_leftovers import names_of, remove, remove_left_behind
+from worker_agent.parallel.rank_leftovers import (
+    Record,
+    meeting_file,
+    names_of,
+    remove,
+    remove_left_behind,
+    remove_meeting,
+)
 from worker_agent.parallel.rank_messages import Address
 from worker_agent.settings import EngineOptions
 
@@ -81,6 +88,9 @@ class VllmEngine:
         self._compilations = Compilations()
         # None if there is one rank.
         self._ranks: EngineRanks | None = None
+        # The rendezvous of the only rank, which would stay if this process were killed.
+        self._meeting = ""
+        self._record = Record()
         # None if the engine is on this machine alone.
         self._nodes: Nodes | None = None
         # Bounded by the worker's limits on concurrent exports and imports.
@@ -106,6 +116,9 @@ class VllmEngine:
         core = self._parts.core
         if core.ranked:
             self._ranks = await self._serve_ranks()
+        else:
+            self._meeting = core.ranks[0].meeting
+            self._record.write(meeting_file(self._meeting))
         if span is not None and self._nodes is not None:
             self._nodes.loaded({span.of_rank(each.rank): each.meeting for each in core.ranks})
             self._nodes.lost.add_done_callback(self._node_lost)
@@ -141,6 +154,8 @@ class VllmEngine:
             if self._ranks is not None:
                 # A worker that exits leaves no rank behind, even one that hangs.
                 await asyncio.to_thread(self._ranks.clear)
+            remove_meeting(self._meeting)
+            self._record.clear()
 
     def fail(self, reason: str) -> None:
         if self._dead:

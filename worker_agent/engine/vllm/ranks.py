@@ -29,6 +29,7 @@ from worker_agent.parallel.node_span import NODE
 from worker_agent.parallel.rank_leftovers import (
     Names,
     Record,
+    meeting_file,
     names_of,
     remove,
     remove_left_behind,
@@ -60,7 +61,7 @@ class EngineRanks:
         self._record = Record()
         # Read now: of a rank that is gone they cannot be read.
         self._shared = names_of([os.getpid(), *self._processes])
-        self._record.write(self._shared)
+        self._record.write(self._shared | meeting_file(parts.core.ranks[0].meeting))
 
     @property
     def links(self) -> RankLinks:
