@@ -382,7 +382,9 @@ class VllmEngine:
         deadline_s: float = _COMMAND_DEADLINE_S,
     ) -> _T:
         """Run a command on the engine thread between two steps, and return what it, or a later step, passes
-        to its second argument. Raises EngineRefusal or KvCorrupt if it raises or passes one."""
+        to its second argument. Raises EngineRefusal or KvCorrupt if it raises or passes one.
+
+        A command that has not begun after `deadline_s`, or when the caller is cancelled, never begins."""
         if self._dead:
             raise EngineRefusal(f"the engine has failed: {self._dead}")
         answer: Future[_T] = Future()
@@ -396,7 +398,7 @@ class VllmEngine:
                     answer.set_result(result)
 
         def run() -> None:
-            if answer.cancelled():
+            if answer.done() or not answer.set_running_or_notify_cancel():
                 return
             try:
                 command(self._parts, done)
@@ -409,14 +411,19 @@ class VllmEngine:
 
         self._thread.post(run)
         self._waiting.add(answer)
+        future = asyncio.wrap_future(answer)
         try:
-            async with asyncio.timeout(deadline_s):
-                return await asyncio.wrap_future(answer)
-        except TimeoutError:
-            raise EngineRefusal(f"the engine did not answer within {deadline_s:.0f} s") from None
+            await asyncio.wait({future}, timeout=deadline_s)
+            if not future.done() and not answer.cancel():
+                # It has begun: the caller must hear what it has done, or it would be refused and yet done.
+                await asyncio.wait({future}, timeout=_COMMAND_DEADLINE_S)
+            if not future.done():
+                raise EngineRefusal(f"the engine did not answer within {deadline_s:.0f} s")
+            return future.result()
         except (EngineRefusal, KvCorrupt) as error:
             raise raised_anew(error) from None
         finally:
+            future.cancel()
             self._waiting.discard(answer)
 
     def _deliver(self, columns: list[StepColumns]) -> None:
