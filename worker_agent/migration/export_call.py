@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import grpc
+from google.protobuf.message import Message
 
 from tailrace.cluster import Phase
 from tailrace.messages import PHASES
@@ -255,8 +256,23 @@ def exported_of(opened: worker_pb2.ExportOpened, key: RequestKey) -> Exported:
     )
 
 
+# More than any time, length or sum of times of a request; numbers beyond it would overflow.
+_NUMBER_MAX: Final = 1e12
+
+
+def _check_numbers(message: Message) -> None:
+    """Raise SourceLost for a fraction that is negative, too large or not a number."""
+    for field, value in message.ListFields():
+        if isinstance(value, Message):
+            _check_numbers(value)
+        elif isinstance(value, float) and not 0.0 <= value <= _NUMBER_MAX:
+            raise SourceLost(f"the source sent {field.name}={value:g}")
+
+
 def pause_of(paused: worker_pb2.ExportPaused) -> ExportedPause:
-    """Return the remaining state for the target's engine."""
+    """Return the remaining state for the target's engine. Raise SourceLost if a number in the message, also
+    one that is not part of it, is impossible."""
+    _check_numbers(paused)
     return ExportedPause(
         new_output_token_ids=list(paused.new_output_token_ids),
         computed_tokens=paused.computed_tokens,
