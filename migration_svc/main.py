@@ -79,11 +79,11 @@ async def serve(
         metrics = MigrationMetrics(service.registry, lambda: len(runs), lambda: slots.waiting)
         members = service.members
 
-        def begin_models() -> None:
-            metrics.begin_models({record.model for record in members.instances.values()})
+        def keep_models() -> None:
+            metrics.keep_models({record.model for record in members.instances.values()})
 
-        begin_models()
-        members.add_listener(begin_models)
+        keep_models()
+        members.add_listener(keep_models)
         traces = MigrationTraces(service.tracing)
         runs = Runs(service.channels, slots, journal, history, metrics, traces, rules)
         servicer = MigrationServicer(runs, history, lambda: members.instances)

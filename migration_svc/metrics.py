@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence, Set
 from itertools import product
 from typing import Final
 
@@ -52,18 +52,36 @@ class MigrationMetrics:
             buckets=(*_PAUSE_BUCKETS, 10.0, 20.0),
             registry=registry,
         )
+        self._by_model: Sequence[Counter | Histogram] = (
+            self._bytes,
+            self._held_bytes,
+            self._pause,
+            self._duration,
+        )
+        # By model: the outcome, reason and way of each of its series of `_ended`.
+        self._series: dict[str, set[tuple[str, str, str]]] = {}
         opened = Gauge("tailrace_migration_open_migrations", "Migrations under way.", registry=registry)
         opened.set_function(open_now)
         queued = Gauge("tailrace_migration_waiting_migrations", "Migrations that wait.", registry=registry)
         queued.set_function(waiting)
 
-    def begin_models(self, models: Iterable[str]) -> None:
-        """Begin the series of these models: `increase()` misses the first event of one that it begins."""
-        for model in models:
-            for outcome, reason, way in product(_OUTCOMES, LABELS, _WAYS):
-                self._ended.labels(outcome, reason, way, model)
-            for metric in (self._bytes, self._held_bytes, self._pause, self._duration):
-                metric.labels(model)
+    def keep_models(self, models: Set[str]) -> None:
+        """Remove the series of other models, and begin those of new ones."""
+        for model in self._series.keys() - models:
+            for labels in self._series.pop(model):
+                self._ended.remove(*labels, model)
+            for metric in self._by_model:
+                metric.remove(model)
+        for model in models - self._series.keys():
+            self._begin(model)
+
+    def _begin(self, model: str) -> None:
+        # `increase()` misses the first event of a series that it begins.
+        self._series[model] = set(product(_OUTCOMES, LABELS, _WAYS))
+        for labels in self._series[model]:
+            self._ended.labels(*labels, model)
+        for metric in self._by_model:
+            metric.labels(model)
 
     def ended(self, record: migration_pb2.MigrationRecord, model: str) -> None:
         """Count a migration that has ended, of a request of this model."""
@@ -71,7 +89,12 @@ class MigrationMetrics:
         # Live unless the target reported otherwise.
         way = "replay" if record.way == types_pb2.WAY_REPLAY else "live"
         outcome = types_pb2.MigrationState.Name(record.state).removeprefix("MIGRATION_STATE_").lower()
-        self._ended.labels(outcome, label(record.reason), way, model).inc()
+        labels = (outcome, label(record.reason), way)
+        if model not in self._series:
+            # Its last instance has left meanwhile.
+            self._begin(model)
+        self._series[model].add(labels)
+        self._ended.labels(*labels, model).inc()
         self._bytes.labels(model).inc(record.bytes)
         self._held_bytes.labels(model).inc(record.held_bytes)
         if committed:

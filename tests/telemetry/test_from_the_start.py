@@ -29,7 +29,7 @@ def registry() -> CollectorRegistry:
     """All services' metrics, before anything happened."""
     registry = CollectorRegistry()
     FrontendMetrics(registry, StreamTable(Phase.ANSWERING), list)
-    MigrationMetrics(registry, lambda: 0, lambda: 0).begin_models(["m"])
+    MigrationMetrics(registry, lambda: 0, lambda: 0).keep_models({"m"})
     scheduler = SchedulerMetrics(registry)
     scheduler.in_force("pascal")
     scheduler.keep_members({"w": "m"}, {"f": "m"})
