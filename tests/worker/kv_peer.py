@@ -150,6 +150,8 @@ class Serving:
             case ["end", int(number)]:
                 await self._sessions[number].end()
                 return True
+            case ["requested", int(number)]:
+                return asyncio.get_running_loop().time() - await self._sessions[number].quiet_s()
             case ["address"]:
                 return self.server.address.message().SerializeToString().hex()
             case ["pull", str(address), str(ticket)]:

@@ -298,6 +298,20 @@ async def test_blocks_being_read_do_not_change_when_the_export_ends(client: KvCl
     await transfer.close()
 
 
+async def test_a_source_knows_when_its_target_last_requested_blocks(client: KvClient, source: Source) -> None:
+    number, address, ticket = await source.open(client)
+    transfer = await client.connect(address, ticket, Receiver().deliver)
+    requested = [await source.ask("requested", number)]
+    for first in (0, 4):
+        await transfer.pull(first, names(first, 4))
+        requested.append(await source.ask("requested", number))
+    await transfer.close()
+    await source.ask("end", number)
+    opened_s, first_s, second_s = requested
+    assert isinstance(opened_s, float) and isinstance(first_s, float) and isinstance(second_s, float)
+    assert opened_s < first_s < second_s
+
+
 async def test_ticket_is_valid_once(client: KvClient) -> None:
     """Neither another target nor a repeated message gets a reply or leaves anything behind."""
     async with source_process() as source:

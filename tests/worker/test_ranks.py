@@ -21,6 +21,7 @@ from worker_agent.metrics import WorkerHistograms, WorkerMetrics
 from worker_agent.parallel.rank_links import Pulse, RankLinks, RankLost
 from worker_agent.parallel.rank_messages import (
     Announce,
+    AskQuiet,
     Begin,
     Begun,
     Close,
@@ -37,6 +38,7 @@ from worker_agent.parallel.rank_messages import (
     Ping,
     Pull,
     Pulled,
+    Quiet,
     RankAnswer,
     encode,
     failed,
@@ -101,6 +103,8 @@ class Rank:
                 return Opened(TICKETS[self.number].secret)
             case Pull():
                 return Pulled(10 * len(command.hashes))
+            case AskQuiet():
+                return Quiet(5.0 + self.number)
             case End():
                 return Ended(len(HASHES), 100)
             case _:
@@ -173,6 +177,8 @@ async def test_export_is_opened_announced_and_ended_in_every_rank() -> None:
     async with transport() as (ranks, _, ranked, metrics):
         session = await ranked.open("r", SOURCES)
         await session.announce(4, HASHES)
+        # As long as every rank is fetched from nothing.
+        assert await session.quiet_s() == 5.0
         session.taken = True
         await session.end()
         assert list(session.tickets) == TICKETS

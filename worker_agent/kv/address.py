@@ -187,6 +187,10 @@ class BlockSession(Protocol):
     async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
         """Allow these blocks to be read from now on. Raise KvTransferError."""
 
+    async def quiet_s(self) -> float:
+        """Return the seconds since the target's last request, or since it was allowed to read. Raise
+        KvTransferError."""
+
     async def end(self) -> None:
         """Revoke access; when this returns nothing is being read any more."""
 

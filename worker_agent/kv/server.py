@@ -51,6 +51,7 @@ class KvSession:
         self.conversation: asyncio.Task[None] | None = None
         self._hashes: list[bytes] = []
         self._readers = 0
+        self.requested()
         self._idle = asyncio.Event()
         self._idle.set()
         self.closed = False
@@ -77,6 +78,14 @@ class KvSession:
     def may_read(self, first_block: int, num_blocks: int) -> bool:
         """Return whether all of these blocks may be read now."""
         return not self.closed and len(self.hashes(first_block, num_blocks)) == num_blocks
+
+    def requested(self) -> None:
+        """Note that the target has sent a request."""
+        self._requested_s = asyncio.get_running_loop().time()
+
+    async def quiet_s(self) -> float:
+        """BlockSession.quiet_s."""
+        return asyncio.get_running_loop().time() - self._requested_s
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -228,6 +237,7 @@ class Conversation:
         while True:
             expected = self._expected.popleft()
             await self._channel.wait(expected.message)
+            self._session.requested()
             # Post the next receive before the answer allows the target to send one more request.
             self._expect()
             await self._answer(decode_request(expected.buffer.tobytes()))

@@ -62,7 +62,7 @@ from worker_agent.spans import TransferSpans
 log = logging.getLogger(__name__)
 
 _OPEN_S: Final = 5.0
-# An export ends whose target is silent for this long before the pause.
+# An export ends whose target sends no command and requests no blocks for this long before the pause.
 _IDLE_S: Final = 30.0
 OWNERSHIP_S: Final = 2.0
 # An attached front end that leaves so many queries unanswered is disconnected.
@@ -209,15 +209,23 @@ class Export:
     async def _follow_commands(self) -> ExportOutcome:
         """Handle commands and signals until there is an outcome."""
         while True:
-            item = await self.lease.inbox.next(self._timeout_s())
-            outcome = await self._handle(item)
+            outcome = await self._handle(await self._next_item())
             if outcome is not None:
                 return outcome
 
-    def _timeout_s(self) -> float:
-        if self._paused_s is None:
-            return _IDLE_S
-        return max(0.0, self._paused_s + self._parts.settings.pause_limit_s - _now_s())
+    async def _next_item(self) -> Item | None:
+        """Return the next command or signal, or None once the target is silent for too long."""
+        if self._paused_s is not None:
+            left_s = self._paused_s + self._parts.settings.pause_limit_s - _now_s()
+            return await self.lease.inbox.next(max(0.0, left_s))
+        item = await self.lease.inbox.next(_IDLE_S)
+        # A round of copying takes as long as it takes.
+        while item is None and self._session is not None:
+            left_s = _IDLE_S - await self._session.quiet_s()
+            if left_s <= 0.0:
+                break
+            item = await self.lease.inbox.next(left_s)
+        return item
 
     async def _handle(self, item: Item | None) -> ExportOutcome | None:
         match item:

@@ -39,6 +39,7 @@ from worker_agent.parallel.rank_leftovers import names_of, remove, remove_meetin
 from worker_agent.parallel.rank_messages import (
     Address,
     Announce,
+    AskQuiet,
     Begin,
     Begun,
     Close,
@@ -55,6 +56,7 @@ from worker_agent.parallel.rank_messages import (
     Ping,
     Pull,
     Pulled,
+    Quiet,
     RankAnswer,
     Stop,
     encode,
@@ -323,6 +325,8 @@ class RankAgent:
             case Announce():
                 await self._announce(transport, command)
                 return Done()
+            case AskQuiet():
+                return Quiet(await self._session(transport, command.export).quiet_s())
             case End():
                 return await self._end_export(transport, command)
             case Connect():
@@ -349,10 +353,15 @@ class RankAgent:
             transport.sessions[command.export] = session
         return Opened(session.ticket.secret)
 
-    async def _announce(self, transport: _Transport, command: Announce) -> None:
-        session = transport.sessions.get(command.export)
+    @staticmethod
+    def _session(transport: _Transport, export: int) -> KvSession:
+        session = transport.sessions.get(export)
         if session is None:
             raise KvTransferError("the export has ended")
+        return session
+
+    async def _announce(self, transport: _Transport, command: Announce) -> None:
+        session = self._session(transport, command.export)
         self._memory.export(_name(command.export), command.first_block, command.block_ids)
         await session.announce(command.first_block, command.hashes)
 

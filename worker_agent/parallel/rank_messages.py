@@ -74,6 +74,18 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     block_ids: list[int]
 
 
+class AskQuiet(msgspec.Struct, frozen=True, tag=True):
+    """Ask for how long an export's target has requested nothing. Answered by Quiet."""
+
+    export: int
+
+
+class Quiet(msgspec.Struct, frozen=True, tag=True):
+    """Seconds since the target's last request."""
+
+    seconds: float
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """End an export; nothing of it is read any more. `taken`: the target has all of it. Answered by Ended."""
 
@@ -140,8 +152,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Command: TypeAlias = Begin | Open | Announce | End | Connect | Pull | Close | Ping | Stop
-RankAnswer: TypeAlias = Begun | Opened | Ended | Pulled | Done | Failed
+Command: TypeAlias = Begin | Open | Announce | AskQuiet | End | Connect | Pull | Close | Ping | Stop
+RankAnswer: TypeAlias = Begun | Opened | Quiet | Ended | Pulled | Done | Failed
 
 
 class NumberedCommand(msgspec.Struct, frozen=True):

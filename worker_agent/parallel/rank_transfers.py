@@ -16,6 +16,7 @@ from worker_agent.metrics import WorkerMetrics
 from worker_agent.parallel.rank_links import RankLink
 from worker_agent.parallel.rank_messages import (
     Announce,
+    AskQuiet,
     Begin,
     Begun,
     Close,
@@ -27,6 +28,7 @@ from worker_agent.parallel.rank_messages import (
     Opened,
     Pull,
     Pulled,
+    Quiet,
 )
 
 _T = TypeVar("_T")
@@ -41,6 +43,7 @@ class RankedSession:
         memory: RankedMemory,
         tickets: Sequence[Ticket],
         announce: Callable[[int, Sequence[bytes], Sequence[int]], Awaitable[None]],
+        quiet_s: Callable[[], Awaitable[float]],
         end: Callable[[bool], Awaitable[None]],
     ) -> None:
         """`announce` takes first block, hashes and places; `end` takes whether the target has everything."""
@@ -49,6 +52,7 @@ class RankedSession:
         self._request_id = request_id
         self._memory = memory
         self._announce = announce
+        self._quiet_s = quiet_s
         self._end = end
 
     async def announce(self, first_block: int, hashes: Sequence[bytes]) -> None:
@@ -59,6 +63,9 @@ class RankedSession:
         except EngineRefusal as error:
             raise KvTransferError(str(error)) from error
         await self._announce(first_block, hashes, block_ids)
+
+    async def quiet_s(self) -> float:
+        return await self._quiet_s()
 
     async def end(self) -> None:
         await self._end(self.taken)
@@ -158,7 +165,12 @@ class RankedTransport:
             raise
         tickets = [Ticket(session.ticket) for session in opened]
         return RankedSession(
-            request_id, self._memory, tickets, partial(self._announce, number), partial(self._end, number)
+            request_id,
+            self._memory,
+            tickets,
+            partial(self._announce, number),
+            partial(self._quiet_s, number),
+            partial(self._end, number),
         )
 
     async def connect(
@@ -178,6 +190,10 @@ class RankedTransport:
     ) -> None:
         command = Announce(number, first_block, list(hashes), list(block_ids))
         await _gather_all(link.ask(command, Done) for link in self._memory.links)
+
+    async def _quiet_s(self, number: int) -> float:
+        quiet = await _gather_all(link.ask(AskQuiet(number), Quiet) for link in self._memory.links)
+        return min(each.seconds for each in quiet)
 
     async def _end(self, number: int, committed: bool) -> None:
         calls = [link.ask(End(number, committed), Ended) for link in self._memory.links]
