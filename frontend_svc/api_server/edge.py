@@ -10,7 +10,7 @@ import asyncio
 from http import HTTPStatus
 from typing import ClassVar, Final
 
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, path_of, send_error
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.api_server.tenants import read_body, replay_body
 from tailrace.request_ids import problem_with
@@ -18,6 +18,8 @@ from tailrace.tenancy.body import LARGE_BODY_BYTES, is_form, problem_with_body
 
 # Headers that vLLM passes on as ids.
 _ID_HEADERS: Final = {b"x-request-id": "X-Request-Id", b"x-session-id": "X-Session-ID"}
+# vLLM's only routes that take a form.
+_FORM_PATHS: Final = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 
 
 class CheckRequest:
@@ -37,7 +39,7 @@ class CheckRequest:
             await self._app(scope, receive, send)
             return
         problem = _problem_with_ids(scope)
-        is_json = scope["method"] in ("POST", "PUT", "PATCH") and may_be_json(dict(scope["headers"]))
+        is_json = scope["method"] in ("POST", "PUT", "PATCH") and may_be_json(scope)
         if not problem and is_json:
             body = await read_body(receive, self.max_bytes)
             # None: the client has gone, as the app will see.
@@ -61,7 +63,9 @@ def _problem_with_ids(scope: Message) -> str:
     return ""
 
 
-def may_be_json(headers: dict[bytes, bytes]) -> bool:
+def may_be_json(scope: Message) -> bool:
     """Return whether the app could parse the body as JSON: not if it is a form, which has files in it."""
-    kind = headers.get(b"content-type", b"").lower().partition(b";")[0].strip()
+    if path_of(scope) not in _FORM_PATHS:
+        return True
+    kind = headers_of(scope).get(b"content-type", b"").lower().partition(b";")[0].strip()
     return not is_form(kind.decode("latin-1"))

@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from frontend_svc.api_server.middleware import SINGLE_HEADERS
 from frontend_svc.api_server.request_limits import account_of_task
 from frontend_svc.api_server.spec import DEFAULT_CONNECTION_LIMITS, DEFAULT_MAX_HEADER_BYTES, ConnectionLimits
 from tailrace.service.openai_error import error_body
@@ -105,6 +106,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if size > self.max_header_bytes:
             self._status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             self._problem = self._too_large()
+            raise _OverBound
+        single = [name for name, _ in self.headers if name in SINGLE_HEADERS]
+        if repeated := next((name for name in single if single.count(name) > 1), b""):
+            self._problem = f"A request may have one header field {repeated.decode()}."
             raise _OverBound
         self._overhead_bytes = 0
         self._stop_expecting()

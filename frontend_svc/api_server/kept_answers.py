@@ -33,7 +33,7 @@ from frontend_svc.answers.calls import (
     OpenReply,
     run_name,
 )
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, path_of, send_error
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.api_server.tenants import read_body, replay_body, tenant_of_call
 
@@ -159,11 +159,11 @@ class KeepAnswers:
         if frontend is None or scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         if path not in PATHS:
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers = headers_of(scope)
         key = headers.get(b"idempotency-key", b"").decode("latin-1").strip()
         event_id = headers.get(b"last-event-id", b"").decode("latin-1").strip()
         body = await read_body(receive, self.max_bytes)

@@ -21,6 +21,21 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
+SINGLE_HEADERS: Final = frozenset({b"authorization", b"content-length", b"content-type", b"idempotency-key"})
+"""Header fields of which a request may have one: of two, ours and vLLM's code could read different ones."""
+
+
+def headers_of(scope: Message) -> dict[bytes, bytes]:
+    """Return the header fields; of equal names the first one, which FastAPI and vLLM read."""
+    return dict(reversed(scope["headers"]))
+
+
+def path_of(scope: Message) -> str:
+    """Return the path as the app's router reads it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 async def send_error(
     send: Send, status: HTTPStatus, kind: str, message: str, headers: Mapping[str, str] | None = None
 ) -> None:
@@ -142,7 +157,7 @@ class RequireApiKey:
             await send_error(send, HTTPStatus.UNAUTHORIZED, "AuthenticationError", message, challenge)
 
     def _has_key(self, scope: Message) -> bool:
-        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        authorization = headers_of(scope).get(b"authorization", b"")
         scheme, _, token = authorization.partition(b" ")
         # Compare all keys, each in constant time, so that the duration reveals nothing.
         matches = [secrets.compare_digest(token, key.encode()) for key in self.keys]
@@ -156,7 +171,7 @@ def _is_open(scope: Message) -> bool:
         return False
     names = {name for name, _ in scope["headers"]}
     is_preflight = scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
-    return is_preflight or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS
+    return is_preflight or path_of(scope) in OPEN_PATHS
 
 
 READY_PATH: Final = "/ready"
@@ -180,11 +195,7 @@ class Ready:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["path"].removeprefix(scope.get("root_path", "")) != READY_PATH
-            or scope["method"] not in ("GET", "HEAD")
-        ):
+        if scope["type"] != "http" or path_of(scope) != READY_PATH or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
         elif (unready := self.admission.read().unready) is not None:
             later = {"retry-after": str(RETRY_AFTER_S)}
@@ -208,7 +219,7 @@ class SchemaApart:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             fastapi = scope["app"]
-            if scope["path"].removeprefix(scope.get("root_path", "")) == fastapi.openapi_url:
+            if path_of(scope) == fastapi.openapi_url:
                 async with self._building:
                     if fastapi.openapi_schema is None:
                         await asyncio.to_thread(fastapi.openapi)

@@ -26,7 +26,7 @@ from frontend_svc.api_server.large_lane import (
     Pass,
     large_task,
 )
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, send_error
 from frontend_svc.api_server.spec import BodyLimits
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, replay_body, tenant_of_call
 from tailrace.tenancy.body import DEFAULT_MAX_TEXT_BYTES, LimitRefusal, judge, refusal_of, too_many_sequences
@@ -178,7 +178,7 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers = headers_of(scope)
         announced = headers.get(b"content-length", b"")
         has_body = announced.strip() not in (b"", b"0") or b"transfer-encoding" in headers
         if not has_body and scope["method"] != "POST":
@@ -189,7 +189,7 @@ class RequestLimits:
         account = Account(tenant, TenantAdmission.tenants, self.limits.max_sequences, self.bodies.open(name))
         try:
             try:
-                admitted = await self._admit(account, headers, receive)
+                admitted = await self._admit(account, scope, receive)
                 if admitted is None:
                     return
                 body, is_large = admitted
@@ -207,19 +207,18 @@ class RequestLimits:
         finally:
             account.close()
 
-    async def _admit(
-        self, account: Account, headers: dict[bytes, bytes], receive: Receive
-    ) -> tuple[bytes, bool] | None:
+    async def _admit(self, account: Account, scope: Message, receive: Receive) -> tuple[bytes, bool] | None:
         """Return the body, and whether the request is large, once it may go on; None if its client has gone.
 
         Raise LimitRefusal.
         """
+        headers = headers_of(scope)
         tenant = account.tenant
         name, weight = ("", 1.0) if tenant is None else (tenant.name, tenant.weight)
         body = await self._read(account.body, name, headers, receive)
         if body is None:
             return None
-        demand = self._judge(headers, body)
+        demand = self._judge(scope, body)
         models = () if tenant is None or _resumes(headers, body) else tenant.models
         if models and demand.model not in models:
             named = "one of its models" if demand.model is None else repr(demand.model)
@@ -248,9 +247,9 @@ class RequestLimits:
             account.entry = await self.doors.enter(name)
         return body, False
 
-    def _judge(self, headers: dict[bytes, bytes], body: bytes) -> Demand:
+    def _judge(self, scope: Message, body: bytes) -> Demand:
         """Return what the body asks for. Raise LimitRefusal."""
-        if not body or not may_be_json(headers):
+        if not body or not may_be_json(scope):
             # Files: vLLM takes no prompt's text from a form but the hint for a transcription.
             return Demand(loop_s=1e-9 * len(body))
         limits = self.limits

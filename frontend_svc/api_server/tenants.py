@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, send_error
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, path_of, send_error
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Tenant
 from tailrace.tenancy.meter import LimitExceeded, Meter
@@ -48,7 +48,7 @@ class Tenants:
 
     def owner(self, scope: Message) -> Tenant | None:
         """Return the tenant of the request's key, or None."""
-        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        authorization = headers_of(scope).get(b"authorization", b"")
         holder = self._keys.index().bearer(authorization.decode("latin-1"))
         return None if holder is None else holder.tenant
 
@@ -79,7 +79,7 @@ class TenantAdmission:
             # vLLM has web sockets for speech, which our keys do not protect.
             await send({"type": "websocket.close", "code": 1008})
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         if path in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return

@@ -239,11 +239,23 @@ async def test_what_is_not_http_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         assert (await connection.refusal())[0] == 400
 
 
-async def ask(content: bytes | str, **headers: str) -> httpx.Response:
+@pytest.mark.parametrize("name", ["Content-Type", "content-length", "Authorization", "Idempotency-Key"])
+async def test_header_of_which_there_may_be_one_is_refused_twice(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async with serving(monkeypatch) as server:
+        connection = await server.connect()
+        connection.send(GET + f"{name}: 1\r\nX-A: 1\r\nX-A: 1\r\n{name.upper()}: 1\r\n\r\nb".encode())
+        status, reason = await connection.refusal()
+        # The parser itself refuses two lengths.
+        assert status == 400 and (reason.endswith(f"{name.lower()}.") or name == "content-length")
+
+
+async def ask(content: bytes | str, path: str = "/v1/completions", **headers: str) -> httpx.Response:
     transport = httpx.ASGITransport(CheckRequest(echo))
     async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
         return await client.post(
-            "/v1/completions", content=content, headers={"content-type": "application/json", **headers}
+            path, content=content, headers={"content-type": "application/json", **headers}
         )
 
 
@@ -312,6 +324,16 @@ def test_nesting_is_counted_across_blocks() -> None:
     assert problem_with_body(f"[{pad},{nested(MAX_NESTING)}]".encode())
 
 
-async def test_forms_are_not_read() -> None:
-    reply = await ask("[" * 1000, **{"content-type": "multipart/form-data; boundary=b"})
-    assert reply.json() == {"size": 1000}
+async def test_forms_are_not_read_where_vllm_takes_them() -> None:
+    form = {"content-type": "multipart/form-data; boundary=b"}
+    assert (await ask("[" * 1000, "/v1/audio/transcriptions", **form)).json() == {"size": 1000}
+    assert (await ask("[" * 1000, "/v1/completions", **form)).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/audio/transcriptions"])
+async def test_first_content_type_counts_as_in_vllm(path: str) -> None:
+    kinds = [("content-type", "application/json"), ("content-type", "multipart/form-data; boundary=b")]
+    transport = httpx.ASGITransport(CheckRequest(echo))
+    async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+        reply = await client.post(path, content="[" * 1000, headers=kinds)
+    assert reply.status_code == 400
