@@ -111,6 +111,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if repeated := next((name for name in single if single.count(name) > 1), b""):
             self._problem = f"A request may have one header field {repeated.decode()}."
             raise _OverBound
+        if self._asks_for_web_socket() and (self.parser.get_method() != b"GET" or self._announces_body()):
+            self._problem = "A request for a web socket must be a GET without a body."
+            raise _OverBound
         self._overhead_bytes = 0
         self._stop_expecting()
         super().on_headers_complete()
@@ -145,6 +148,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed, or that is over a bound."""
         self._refuse(self._status, self._problem or msg)
+
+    def _asks_for_web_socket(self) -> bool:
+        return bool(self.parser.should_upgrade() and self._should_upgrade())
+
+    def _announces_body(self) -> bool:
+        lengths = [value for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+        return any(value.strip() != b"0" for value in lengths)
 
     def _too_large(self) -> str:
         return f"The request line and header fields may have at most {self.max_header_bytes} bytes in all."

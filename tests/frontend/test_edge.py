@@ -239,6 +239,36 @@ async def test_what_is_not_http_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         assert (await connection.refusal())[0] == 400
 
 
+UPGRADE = b"host: a\r\nconnection: keep-alive, Upgrade\r\nupgrade: websocket\r\n"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"POST /health HTTP/1.1\r\n" + UPGRADE,
+        b"POST /health HTTP/1.1\r\n" + UPGRADE + b"content-length: 1000000\r\n",
+        b"GET /health HTTP/1.1\r\n" + UPGRADE + b"content-length: 1000000\r\n",
+        b"GET /health HTTP/1.1\r\n" + UPGRADE + b"transfer-encoding: chunked\r\n",
+    ],
+    ids=["method", "post", "length", "chunks"],
+)
+async def test_web_socket_with_a_body_is_refused(monkeypatch: pytest.MonkeyPatch, header: bytes) -> None:
+    """uvicorn's other protocol would wait for the rest without a bound."""
+    async with serving(monkeypatch) as server:
+        connection = await server.connect()
+        connection.send(header + b"\r\n")
+        assert await connection.refusal() == (400, "A request for a web socket must be a GET without a body.")
+        assert not BoundedProtocol.pending
+
+
+async def test_upgrade_to_another_protocol_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by clients that ask for HTTP/2 with their first request."""
+    async with serving(monkeypatch) as server:
+        connection = await server.connect()
+        connection.send(b"GET / HTTP/1.1\r\n" + UPGRADE.replace(b"websocket", b"h2c") + b"\r\n")
+        assert await connection.response() == (200, {"size": 0})
+
+
 @pytest.mark.parametrize("name", ["Content-Type", "content-length", "Authorization", "Idempotency-Key"])
 async def test_header_of_which_there_may_be_one_is_refused_twice(
     monkeypatch: pytest.MonkeyPatch, name: str
