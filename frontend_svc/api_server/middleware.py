@@ -147,7 +147,7 @@ class RequireApiKey:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if not self.keys or scope["type"] == "lifespan" or _is_open(scope) or self._has_key(scope):
+        if not self.keys or scope["type"] == "lifespan" or is_open(scope) or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -164,7 +164,7 @@ class RequireApiKey:
         return scheme.lower() == b"bearer" and any(matches)
 
 
-def _is_open(scope: Message) -> bool:
+def is_open(scope: Message) -> bool:
     """Return whether a request needs no key: for one of OPEN_PATHS, or a browser's preflight request, which
     has none and which vLLM's app answers without a handler."""
     if scope["type"] != "http":

@@ -26,7 +26,7 @@ from frontend_svc.api_server.large_lane import (
     Pass,
     large_task,
 )
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, send_error
+from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, is_open, send_error
 from frontend_svc.api_server.spec import BodyLimits
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, replay_body, tenant_of_call
 from tailrace.tenancy.body import DEFAULT_MAX_TEXT_BYTES, LimitRefusal, judge, refusal_of, too_many_sequences
@@ -181,7 +181,13 @@ class RequestLimits:
         headers = headers_of(scope)
         announced = headers.get(b"content-length", b"")
         has_body = announced.strip() not in (b"", b"0") or b"transfer-encoding" in headers
-        if not has_body and scope["method"] != "POST":
+        needs_no_key = is_open(scope)
+        if has_body and needs_no_key:
+            # Bodies of strangers would fill the ledger for those who have keys.
+            message = "A request that needs no key, such as a probe, may have no body."
+            await _send_refusal(send, LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message))
+            return
+        if not has_body and (needs_no_key or scope["method"] != "POST"):
             await self._app(scope, receive, send)
             return
         tenant = tenant_of_call.get()

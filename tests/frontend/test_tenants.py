@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend_svc.api_server.large_lane import LARGE_BYTES
-from frontend_svc.api_server.middleware import Message, Receive, Send
+from frontend_svc.api_server.middleware import Message, Receive, RequireApiKey, Send
 from frontend_svc.api_server.request_limits import Account, RequestLimits, account_of_task
 from frontend_svc.api_server.spec import DEFAULT_BODY_LIMITS
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, read_body, tenant_of_call
@@ -149,7 +149,7 @@ async def test_unlisted_routes_are_not_served(admission: AdmissionClient, path: 
 
 
 async def test_tenant_probes_need_no_key(admission: AdmissionClient) -> None:
-    assert (await admission.ask(path="/health", method="GET")).status_code == 200
+    assert (await admission.ask(path="/health", body=b"", method="GET")).status_code == 200
     assert (await admission.ask(path="/health", method="POST")).status_code == 401
 
 
@@ -267,6 +267,33 @@ async def test_large_body_is_refused_without_reading_it(
     assert error_of(await admission.ask("free", body=chunks(4))) == (413, "BadRequestError")
     assert len((await admission.ask("free", body=chunks(3))).json()["body"]) == 98
     assert RequestLimits.bodies.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/health"), ("GET", "/version"), ("POST", "/ping"), ("OPTIONS", CHAT)]
+)
+async def test_body_of_a_request_that_needs_no_key_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str
+) -> None:
+    """1,024 bodies that do not arrive would keep out those of all who have keys."""
+    set_limits(monkeypatch)
+    monkeypatch.setattr(RequireApiKey, "keys", ["right"])
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    transport = httpx.ASGITransport(RequireApiKey(RequestLimits(App())))
+    asks = {"origin": "http://page", "access-control-request-method": "POST"}
+    async with (
+        asyncio.timeout(WAIT_S),
+        httpx.AsyncClient(transport=transport, base_url="http://fleet", headers=asks) as client,
+    ):
+        for headers in ({}, {"content-length": "1000"}):
+            refused = await client.request(method, path, content=endless(), headers=headers)
+            assert error_of(refused) == (413, "BadRequestError")
+        assert (await client.request(method, path)).status_code == 200
+    assert RequestLimits.bodies.bytes == RequestLimits.bodies.arriving == 0
 
 
 async def test_requests_are_admitted_without_a_key_file(
