@@ -1,4 +1,4 @@
-"""Keep the tenants' images and other media apart in vLLM's caches of them.
+"""Keep the tenants' images and other media apart in vLLM's caches of them, and bound what images become.
 
 vLLM finds a processed medium by a hash of its content, or by the name (`uuid`) that its client gave it, and
 whoever names one need not send it. Both become part of a longer hash if there are options by which the medium
@@ -7,21 +7,31 @@ was read, which here include the salt of the tenant's prompts. The caches of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
-from typing import Any
+from io import BytesIO
+from threading import Lock
+from typing import Any, Final
 
+from PIL import Image
+from vllm import envs
+from vllm.multimodal.media.connector import global_thread_pool
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import BaseRenderer
 
 from frontend_svc.api_server.request_limits import account_of_task
 from tailrace.tenancy.keys import Tenant
+
+# Of vLLM for one image, in versions without the setting.
+_MAX_PIXELS: Final = 178_956_970
+_TOO_MANY_PIXELS: Final = 1 << 62
 
 
 def keep_media_apart(renderer: BaseRenderer) -> None:
     """Have each tenant find, by content or name, media that it has sent itself, or that tenants did with
     which it shares a cache."""
     process, process_async = renderer.process_for_engine, renderer.process_for_engine_async
-    submit = renderer._executor.submit
 
     def salted(prompt: Any, *arguments: Any, **named_arguments: Any) -> Any:
         return process(_of_callers_tenant(prompt), *arguments, **named_arguments)
@@ -29,13 +39,53 @@ def keep_media_apart(renderer: BaseRenderer) -> None:
     async def salted_async(prompt: Any, *arguments: Any, **named_arguments: Any) -> Any:
         return await process_async(_of_callers_tenant(prompt), *arguments, **named_arguments)
 
-    def submit_with_context(function: Any, /, *arguments: Any, **named_arguments: Any) -> Future[Any]:
-        # Prompts to embed are rendered completely in this executor.
-        future: Future[Any] = submit(copy_context().run, function, *arguments, **named_arguments)
-        return future
-
     renderer.process_for_engine, renderer.process_for_engine_async = salted, salted_async
-    renderer._executor.submit = submit_with_context
+    # Prompts to embed are rendered completely in this executor.
+    renderer._executor.submit = _with_context(renderer._executor.submit)
+
+
+def bound_images() -> None:
+    """Have a request's images refused that together have more pixels than vLLM allows one of them: some
+    kilobytes become half a gigabyte, before vLLM counts how many there are."""
+    load_bytes, counting = ImageMediaIO.load_bytes, Lock()
+
+    def bounded(self: Any, data: bytes) -> Any:
+        account = account_of_task.get()
+        most = getattr(envs, "VLLM_MAX_IMAGE_PIXELS", _MAX_PIXELS)
+        if account is not None and most > 0:
+            pixels = _pixels(data)
+            # A request's images are read in several threads.
+            with counting:
+                account.pixels += pixels
+                in_all = account.pixels
+            if in_all > most:
+                # Of which vLLM makes 400.
+                raise ValueError(f"The images of a request may have at most {most} pixels in all.")
+        return load_bytes(self, data)
+
+    ImageMediaIO.load_bytes = bounded
+    global_thread_pool.submit = _with_context(global_thread_pool.submit)
+
+
+def _pixels(data: bytes) -> int:
+    """Return the size of an image by its header; 0 if it has none, as vLLM will say."""
+    try:
+        with Image.open(BytesIO(data)) as image:
+            return int(image.width * image.height)
+    except Image.DecompressionBombError:
+        # Of which vLLM would make 500.
+        return _TOO_MANY_PIXELS
+    except Exception:  # noqa: BLE001 - whatever the reader of the format raises
+        return 0
+
+
+def _with_context(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    """Return an executor's method whose tasks know the request that they are for."""
+
+    def submit_with_context(function: Any, /, *arguments: Any, **named_arguments: Any) -> Future[Any]:
+        return submit(copy_context().run, function, *arguments, **named_arguments)
+
+    return submit_with_context
 
 
 def _of_callers_tenant(prompt: Any) -> Any:

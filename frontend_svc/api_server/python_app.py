@@ -34,7 +34,7 @@ from frontend_svc.api_server.http_protocol import BoundedProtocol, show_request_
 from frontend_svc.api_server.kept_answers import FrontendCalls, KeepAnswers
 from frontend_svc.api_server.large_lane import use_two_lanes
 from frontend_svc.api_server.launch import PythonBoot
-from frontend_svc.api_server.media import keep_media_apart
+from frontend_svc.api_server.media import bound_images, keep_media_apart
 from frontend_svc.api_server.middleware import (
     GracefulStop,
     Ready,
@@ -136,6 +136,7 @@ async def serve(boot: PythonBoot, args: Namespace) -> None:
     if two_lanes:
         use_two_lanes(engine.renderer._executor)
     keep_media_apart(engine.renderer)
+    bound_images()
     answer_in_parts()
     # vLLM does this when its engine core has started, which here is another process. Its code reads settings
     # from the environment for every token.

@@ -73,6 +73,8 @@ class Account:
     rerun: bool = False
     # Whether the engine's requests were refused, so that nothing was computed.
     refused: bool = False
+    # Of its images together; for media.py.
+    pixels: int = 0
     # The fleet's id of the first of the engine's requests; empty before there is one.
     request_id: str = ""
     _closed: bool = False

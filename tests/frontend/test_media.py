@@ -1,4 +1,5 @@
-"""A tenant finds no other tenant's media in vLLM's caches, by name or by content.
+"""A tenant finds no other tenant's media in vLLM's caches, by name or by content, and a request's images
+together are bounded.
 
 vLLM's own renderer and processor of a multimodal model, whose media are sounds because images need
 torchvision.
@@ -7,15 +8,18 @@ torchvision.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tailrace.tenancy.keys import Tenant
 from tailrace.tiny import MODEL_PATH
@@ -123,7 +127,7 @@ def as_tenant(tenant: Tenant | None, call: Callable[..., Awaitable[Any]], *argum
     from frontend_svc.api_server.request_limits import account_of_task
 
     async def serve() -> Any:
-        account: Any = SimpleNamespace(tenant=tenant)
+        account: Any = SimpleNamespace(tenant=tenant, pixels=0)
         account_of_task.set(account)
         return await call(*arguments)
 
@@ -172,6 +176,45 @@ def test_engines_do_not_tell_a_tenant_that_another_has_sent_a_medium(renderer: R
 
 def test_without_keys_names_are_as_vllm_has_them(renderer: Renderer) -> None:
     assert as_tenant(None, renderer.hear, LOW, "mine")["mm_hashes"] == {"audio": ["mine"]}
+
+
+@pytest.mark.parametrize("scheme", ["data", "http"])
+def test_images_of_a_request_are_bounded_together(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """A kilobyte of PNG may be half a gigabyte of pixels, and a request have 999."""
+    from vllm.multimodal.media import connector
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    from frontend_svc.api_server.media import bound_images
+
+    monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "10000")
+    monkeypatch.setattr(ImageMediaIO, "load_bytes", ImageMediaIO.load_bytes)
+    monkeypatch.setattr(connector.global_thread_pool, "submit", connector.global_thread_pool.submit)
+    bound_images()
+    png = BytesIO()
+    Image.new("1", (60, 60)).save(png, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+
+    class Connection:
+        async def async_get_bytes(self, url: str, **options: object) -> bytes:
+            return png.getvalue()
+
+    if scheme == "http":
+        url = "http://images/a.png"
+    fetch = connector.MediaConnector(connection=Connection()).fetch_image_async
+
+    async def several(count: int) -> list[Any]:
+        return await asyncio.gather(*(fetch(url) for _ in range(count)))
+
+    for tenant in (None, A):
+        assert [image.media.size for image in as_tenant(tenant, several, 2)] == [(60, 60)] * 2
+    with pytest.raises(ValueError, match="at most 10000 pixels in all"):
+        as_tenant(A, several, 3)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="at most 10000 pixels in all"):
+        # Pillow itself refuses one of more than twice as many.
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)
+        as_tenant(A, several, 1)
+    with pytest.raises(ValueError, match="cannot identify"):
+        as_tenant(A, fetch, "data:image/png;base64,AAAA")
 
 
 def test_the_encoders_part_of_a_prompt_has_the_media() -> None:
