@@ -67,5 +67,9 @@ def may_be_json(scope: Message) -> bool:
     """Return whether the app could parse the body as JSON: not if it is a form, which has files in it."""
     if path_of(scope) not in _FORM_PATHS:
         return True
-    kind = headers_of(scope).get(b"content-type", b"").lower().partition(b";")[0].strip()
-    return not is_form(kind.decode("latin-1"))
+    return not is_form(content_type(scope))
+
+
+def content_type(scope: Message) -> str:
+    """Return the type of the body in lower case, without parameters."""
+    return headers_of(scope).get(b"content-type", b"").decode("latin-1").lower().partition(";")[0].strip()

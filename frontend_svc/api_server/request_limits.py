@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
-from frontend_svc.api_server.edge import may_be_json
+from frontend_svc.api_server.edge import content_type, may_be_json
 from frontend_svc.api_server.large_lane import (
     LARGE_BYTES,
     LARGE_LOOP_S,
@@ -29,7 +29,14 @@ from frontend_svc.api_server.large_lane import (
 from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, is_open, send_error
 from frontend_svc.api_server.spec import BodyLimits
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, replay_body, tenant_of_call
-from tailrace.tenancy.body import DEFAULT_MAX_TEXT_BYTES, LimitRefusal, judge, refusal_of, too_many_sequences
+from tailrace.tenancy.body import (
+    DEFAULT_MAX_TEXT_BYTES,
+    URLENCODED,
+    LimitRefusal,
+    judge,
+    refusal_of,
+    too_many_sequences,
+)
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tailrace.tenancy.keys import Tenant
@@ -39,6 +46,8 @@ from tailrace.tenancy.meter import Bodies, Body, LimitExceeded
 _BYTES_PER_S: Final = 256 << 10
 # Bodies that may be arriving; one that is there at once, as small ones are, does not count.
 _MAX_ARRIVING: Final = 1_024
+# A form without files: starlette reads it on the event loop, a megabyte in a fifth of a second.
+_MAX_URLENCODED_BYTES: Final = 64 << 10
 # Longest wait for a large request's turn: of hundreds that come at once, the last may go on.
 _TURN_S: Final = 120.0
 
@@ -259,6 +268,8 @@ class RequestLimits:
         """Return what the body asks for. Raise LimitRefusal."""
         if not body or not may_be_json(scope):
             # Files: vLLM takes no prompt's text from a form but the hint for a transcription.
+            if content_type(scope) == URLENCODED and len(body) > _MAX_URLENCODED_BYTES:
+                raise _too_large(_MAX_URLENCODED_BYTES, f" as {URLENCODED}")
             return Demand(loop_s=1e-9 * len(body))
         limits = self.limits
         return judge(body, limits.max_text_bytes, limits.max_messages, limits.max_sequences, self.takes_media)
@@ -327,8 +338,8 @@ def _hold(exceeded: LimitExceeded | None) -> None:
         raise refusal_of(exceeded)
 
 
-def _too_large(most: int) -> LimitRefusal:
-    message = f"A request's body may have at most {most} bytes."
+def _too_large(most: int, what: str = "") -> LimitRefusal:
+    message = f"A request's body may have at most {most} bytes{what}."
     return LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
 
 

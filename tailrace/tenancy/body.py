@@ -23,6 +23,10 @@ DEFAULT_MAX_TEXT_BYTES: Final = 1 << 20
 """Bytes of text that a request may have without a setting, or more if the model's context is longer."""
 # English takes 4 to 5, and escaped in JSON others take more.
 _TEXT_BYTES_PER_TOKEN: Final = 16
+MAX_BAD_WORDS_BYTES: Final = 8 << 10
+"""Bytes of `bad_words` as sent: vLLM takes 1,024 tokens of them, but counts them when it has them."""
+URLENCODED: Final = "application/x-www-form-urlencoded"
+"""Content type of a form without files."""
 LARGE_BODY_BYTES: Final = 1 << 18
 """A larger body is checked in a thread, block by block, and a field of it is not looked for."""
 
@@ -73,7 +77,7 @@ def is_form(kind: str) -> bool:
     """Return whether a body of this content type (lower case, without parameters) is a form, which may have
     files in it."""
     # One that ends in +json is JSON, for both API servers.
-    return kind.startswith("multipart/") or kind == "application/x-www-form-urlencoded"
+    return kind.startswith("multipart/") or kind == URLENCODED
 
 
 def max_text_bytes_of(context_tokens: int) -> int:
@@ -91,7 +95,8 @@ def judge(
 
     def too_much_text(size: int) -> LimitRefusal:
         besides = " besides images and other media" if takes_media else ""
-        message = f"A request's body may have at most {max_text_bytes} bytes{besides}, not {size}."
+        repeated = ", with its query for each document" if size > len(body) else ""
+        message = f"A request's body may have at most {max_text_bytes} bytes{besides}, not {size}{repeated}."
         return LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
 
     if body.count(b",") > max_text_bytes:
@@ -109,12 +114,15 @@ def judge(
     if demand.messages > max_messages:
         message = f"A request may have at most {max_messages} messages, content parts and tools."
         raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)
+    if demand.bad_words_bytes > MAX_BAD_WORDS_BYTES:
+        message = f"bad_words may have at most {MAX_BAD_WORDS_BYTES} bytes."
+        raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)
     return demand
 
 
 def too_many_sequences(most: int) -> LimitRefusal:
     """Return the refusal of a request for more sequences than these."""
-    message = f"A request may have at most {most} sequences (prompts times n)."
+    message = f"A request may have at most {most} sequences (prompts times n, or queries and documents)."
     return LimitRefusal(HTTPStatus.BAD_REQUEST, message)
 
 

@@ -38,9 +38,14 @@ _LIST: Final = re.compile(rb"\[\s*[\"\[{]")
 _DIGITS_MAX: Final = 4_300
 # More of anything is refused anyway.
 _NUMBER_MAX: Final = 1 << 31
-# Rough seconds of the event loop in vLLM's parsing, validation and rendering, per byte, comma and item of a
-# list that becomes an object; measured with 4 MiB of text, of token ids, and 30,000 messages.
-_BYTE_S, _COMMA_S, _ITEM_S = 2e-9, 5e-8, 2e-5
+# Rough seconds of the event loop in vLLM's parsing, validation and rendering, per byte, comma, object in a
+# list, and message; measured with 4 MiB of text, of token ids, 60,000 search results, and 30,000 messages.
+_BYTE_S, _COMMA_S, _OBJECT_S, _ITEM_S = 2e-9, 5e-8, 5e-6, 2e-5
+# How an object in a list begins, without spaces. Text has no quotes without a backslash.
+_LISTED_OBJECTS: Final = (b',{"', b'[{"', b",{}", b"[{}")
+# Fewer cost too little to be counted.
+_FEW_OBJECTS: Final = 200
+_SPACES: Final = b" \t\r\n"
 SEQUENCE_LOOP_S: Final = 2e-4
 """Seconds of the event loop that submitting one sequence to the engine takes, roughly."""
 
@@ -54,16 +59,20 @@ class Demand:
     """The amounts that limits count."""
 
     model: str | None = None
-    # Bytes as sent, without images and other media.
+    # Bytes as sent, without images and other media; a query once more for each of its documents, which vLLM
+    # tokenizes with it.
     text_bytes: int = 0
-    # Messages of a chat, their content parts, and tools; of more than are allowed, one more than that.
+    # Messages of a chat, content parts of them and of the system prompt, and tools; of more than are allowed,
+    # one more than that.
     messages: int = 0
-    # Prompts or inputs (counted likewise), times the answers to each.
+    # Prompts, inputs, or queries and documents (counted likewise), times the answers to each.
     sequences: int = 1
     # Whether images or other media are among its content, or tensors.
     media: bool = False
     # Whether it may be a beam search, which submits a prompt for each token of each sequence.
     beams: bool = False
+    # Bytes of `bad_words` as sent, which vLLM tokenizes on the event loop.
+    bad_words_bytes: int = 0
     # Estimated seconds for which it occupies the event loop, before anything is generated.
     loop_s: float = 0.0
 
@@ -75,6 +84,22 @@ class _Fields(msgspec.Struct):
     messages: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
     tools: msgspec.Raw = _NOTHING
+    # Of Anthropic's API.
+    system: msgspec.Raw = _NOTHING
+    # Of Cohere's.
+    texts: msgspec.Raw = _NOTHING
+    images: msgspec.Raw = _NOTHING
+    inputs: msgspec.Raw = _NOTHING
+    # Of routes that score documents by queries. In a chat, documents are for the template.
+    query: msgspec.Raw = _NOTHING
+    queries: msgspec.Raw = _NOTHING
+    data_1: msgspec.Raw = _NOTHING
+    text_1: msgspec.Raw = _NOTHING
+    documents: msgspec.Raw = _NOTHING
+    items: msgspec.Raw = _NOTHING
+    data_2: msgspec.Raw = _NOTHING
+    text_2: msgspec.Raw = _NOTHING
+    bad_words: msgspec.Raw = _NOTHING
     n: msgspec.Raw = _NOTHING
     best_of: msgspec.Raw = _NOTHING
     use_beam_search: msgspec.Raw = _NOTHING
@@ -121,31 +146,59 @@ def demand_of(body: bytes, max_messages: int, max_sequences: int) -> Demand:
             # Of /v1/embeddings, texts or lists of token ids; of /v1/responses, messages.
             inputs, texts = [], len(inputs)
         said = [*messages, *inputs]
-        counted = len(said) + len(_items(fields.tools, max_messages))
+        counted = len(said) + sum(len(_items(raw, max_messages)) for raw in (fields.tools, fields.system))
         # Tensors, as media are.
         media_bytes = len(bytes(fields.prompt_embeds))
         if counted <= max_messages:
             parts, part_bytes = _content(said, max_messages - counted)
             counted += parts
             media_bytes += part_bytes
-        prompts = sum(len(_items(raw, max_sequences)) for raw in (fields.prompt, fields.prompt_embeds))
-        prompts += texts + chats
+        lists = (fields.prompt, fields.prompt_embeds, fields.texts, fields.images, fields.inputs)
+        prompts = sum(len(_items(raw, max_sequences)) for raw in lists)
+        pairs, repeated_bytes = _scored(fields, max_sequences)
+        prompts += texts + chats + pairs
         answers = max(_number(fields.n), _number(fields.best_of))
         model = _scalar(fields.model)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise NotAnObject(str(error)) from error
     sequences = max(1, prompts) * answers
-    loop_s = len(body) * _BYTE_S + body.count(b",") * _COMMA_S
+    commas = body.count(b",")
+    objects = _listed_objects(body) if commas > _FEW_OBJECTS else 0
+    loop_s = len(body) * _BYTE_S + commas * _COMMA_S + objects * _OBJECT_S
     loop_s += counted * _ITEM_S + sequences * SEQUENCE_LOOP_S
     return Demand(
         model if isinstance(model, str) else None,
-        len(body) - media_bytes,
+        len(body) - media_bytes + repeated_bytes,
         min(counted, max_messages + 1),
         sequences,
         media_bytes > 0,
         bytes(fields.use_beam_search) not in (b"", b"false", b"null"),
+        len(bytes(fields.bad_words)),
         loop_s,
     )
+
+
+def _scored(fields: _Fields, most: int) -> tuple[int, int]:
+    """Return the number of queries and documents, of each `most` + 1 if there are more, and the bytes of a
+    query beyond those that are sent: it is scored with each document. (0, 0) without a query."""
+    queries = [raw for raw in (fields.query, fields.queries, fields.data_1, fields.text_1) if bytes(raw)]
+    if not queries:
+        return 0, 0
+    # Several queries have a document each.
+    several = [len(_items(raw, most)) for raw in queries]
+    documents = sum(
+        len(_items(raw, most)) for raw in (fields.documents, fields.items, fields.data_2, fields.text_2)
+    )
+    single_bytes = sum(len(bytes(raw)) for raw, count in zip(queries, several, strict=True) if count <= 1)
+    return sum(several) + documents, single_bytes * max(0, documents - 1)
+
+
+def _listed_objects(body: bytes) -> int:
+    """Return how many objects in lists the body has, if there may be many."""
+    if body.count(b"{") <= _FEW_OBJECTS:
+        return 0
+    dense = body.translate(None, _SPACES)
+    return sum(map(dense.count, _LISTED_OBJECTS))
 
 
 def _content(said: list[msgspec.Raw], most: int) -> tuple[int, int]:

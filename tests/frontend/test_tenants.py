@@ -335,6 +335,9 @@ async def test_sequences_count_and_not_requests(admission: AdmissionClient) -> N
         ({"max_body_bytes": 60}, {"prompt": "x" * 60}, 413, "60 bytes"),
         ({"max_bodies_bytes": 60}, {"prompt": "x" * 60}, 429, "bytes of request bodies"),
         ({}, b'{"n": NaN}', 400, "JSON"),
+        ({"max_sequences": 8}, {"query": "q", "documents": ["a"] * 9}, 400, "queries and documents"),
+        ({"max_text_bytes": 60}, {"query": "x" * 20, "documents": ["a"] * 3}, 413, "for each document"),
+        ({}, {"bad_words": ["a" * 5_000] * 2}, 400, "bad_words may have at most 8192 bytes"),
     ],
 )
 async def test_request_is_judged_before_the_app_sees_it(
@@ -355,6 +358,25 @@ async def test_request_is_judged_before_the_app_sees_it(
     assert admission.app.entered.locked()
     assert (await admission.ask("free" if keys else "", body=b'{"model":"m"}')).status_code == 200
     assert RequestLimits.bodies.bytes == 0
+
+
+async def test_form_without_files_is_small(
+    admission: AdmissionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is read on the event loop."""
+    monkeypatch.setattr(TenantAdmission, "tenants", None)
+    path, kind = "/v1/audio/transcriptions", "application/x-www-form-urlencoded"
+    transport = httpx.ASGITransport(RequestLimits(admission.app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+
+        async def ask(kind: str, size: int) -> httpx.Response:
+            return await client.post(path, content=b"&" * size, headers={"content-type": kind})
+
+        for each in (kind, f"{kind.upper()}; charset=utf-8"):
+            assert (await ask(each, 65_536)).status_code == 200
+            refused = await ask(each, 65_537)
+            assert error_of(refused) == (413, "BadRequestError") and f"65536 bytes as {kind}" in refused.text
+        assert (await ask("multipart/form-data; boundary=b", 65_537)).status_code == 200
 
 
 async def test_media_is_no_text_for_a_model_that_takes_it(

@@ -38,6 +38,17 @@ def demand(**fields: object) -> tuple[int, int]:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4}]}, 1, 5),
         ({"messages": [HELLO], "tools": [{"type": "function"}] * 3}, 1, 4),
         ({"messages": ["odd", 3, None]}, 1, 3),
+        ({"messages": [HELLO], "system": [{"type": "text", "text": "a"}] * 3}, 1, 4),
+        ({"texts": ["a", "b"]}, 2, 0),
+        ({"images": ["a", "b"]}, 2, 0),
+        ({"inputs": [{"content": []}] * 3}, 3, 0),
+        ({"query": "a", "documents": ["b", "c"]}, 2, 0),
+        ({"queries": ["a", "b"], "documents": ["b", "c"]}, 4, 0),
+        ({"queries": "a", "items": ["b", "c"]}, 2, 0),
+        ({"data_1": ["a"], "data_2": ["b", "c"]}, 3, 0),
+        ({"text_1": "a", "text_2": ["b", "c"]}, 2, 0),
+        # Of a chat, they are for the template.
+        ({"messages": [HELLO], "documents": [{"text": "b"}] * 3}, 1, 1),
     ],
 )
 def test_sequences_and_messages(fields: dict[str, object], sequences: int, messages: int) -> None:
@@ -69,6 +80,19 @@ def test_only_media_that_vllm_does_not_tokenize_is_no_text() -> None:
         assert text_bytes(text) > 10_000
 
 
+def test_query_is_text_once_for_each_document() -> None:
+    def text_bytes(**fields: object) -> int:
+        return demand_of(json.dumps(fields).encode(), 1_000, 1_000).text_bytes
+
+    query = "x" * 1_000
+    one = text_bytes(query=query, documents=["a"])
+    assert one < 1_100
+    assert text_bytes(query=query, documents=["a"] * 10) > one + 9_000
+    assert text_bytes(queries=[query], documents=["a"] * 10) > one + 9_000
+    # Each of several has one document.
+    assert text_bytes(queries=[query] * 10, documents=["a"] * 10) < 10_500
+
+
 def test_last_of_equal_names_counts_as_in_vllm() -> None:
     assert demand_of(b'{"n": 1, "n": 30}', 10, 10).sequences == json.loads('{"n": 1, "n": 30}')["n"]
 
@@ -87,8 +111,28 @@ def test_estimate_grows_with_what_vllm_has_to_do() -> None:
 
     small = loop_s(prompt="x")
     assert small < 0.001
-    for large in ({"prompt": "x" * 4_000_000}, {"prompt": [1] * 200_000}, {"messages": [HELLO] * 2_000}):
+    found = {"type": "file_search_call", "results": [{"text": "a"}] * 2_000}
+    larger: list[dict[str, object]] = [
+        {"prompt": "x" * 4_000_000},
+        {"prompt": [1] * 200_000},
+        {"messages": [HELLO] * 2_000},
+        {"input": [found]},
+        {"documents": [{}] * 2_000},
+    ]
+    for large in larger:
         assert loop_s(**large) > 0.005
+
+
+def test_text_has_no_objects() -> None:
+    """Programs and JSON in a message, and schemas, are not lists of objects."""
+    rows = json.dumps([{"a": 1, "b": {}}] * 1_000, indent=1)
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1_000)}}
+    for field in (
+        {"messages": [{"role": "user", "content": rows}]},
+        {"structured_outputs": {"json": schema}},
+    ):
+        body = json.dumps(field).encode()
+        assert demand_of(body, 1_000, 10).loop_s < 0.002
 
 
 @pytest.mark.parametrize(
