@@ -19,7 +19,7 @@ from typing import Any, Final
 from tailrace.address import MalformedAddress, format_address, is_ip, parse_address
 from tailrace.numeric import Duration, WholeRange
 from tailrace.security.roles import Role, server_name
-from tailrace.service.openai_error import error_body
+from tailrace.service.openai_error import NO_WEB_SOCKETS, error_body
 from tailrace.service.settings import setting
 from tailrace.service.sockets import CLIENT_GIVE_UP_S
 
@@ -95,7 +95,6 @@ _RETRY_AFTER: Final = {
     "header": {"key": "retry-after", "value": "2"},
     "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
 }
-_REALTIME: Final = "/v1/realtime"
 _METHODS: Final = "GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|TRACE"
 _UNKNOWN_METHOD: Final = error_body(
     HTTPStatus.METHOD_NOT_ALLOWED, "BadRequestError", "The method is not known here."
@@ -378,8 +377,6 @@ def _listener(
             "initial_stream_window_size": 1 << 18,
             "initial_connection_window_size": 1 << 24,
         },
-        # Where a model listens for them: elsewhere, what they carry would pass unread.
-        "upgrade_configs": [{"upgrade_type": "websocket", "enabled": False}],
         "local_reply_config": _own_answers(bounds),
         "route_config": {
             "name": "users",
@@ -488,12 +485,7 @@ def _routes() -> list[dict[str, Any]]:
         "typed_per_filter_config": {"envoy.filters.http.ext_authz.model": bodiless},
         **to_models_route,
     }
-    realtime = {
-        **unread,
-        "match": {"path": _REALTIME, "headers": [{"name": ":method", "string_match": {"exact": "GET"}}]},
-        "route": {**to_models, "upgrade_configs": [{"upgrade_type": "websocket"}]},
-    }
-    return [unknown, *own, preflight, realtime, unread, {"match": {"prefix": "/"}, **to_models_route}]
+    return [unknown, *own, preflight, unread, {"match": {"prefix": "/"}, **to_models_route}]
 
 
 def _unasked(*names: str) -> dict[str, Any]:
@@ -558,6 +550,8 @@ def _filter(name: str, kind: str, config: Mapping[str, Any] | None = None) -> di
 def _own_answers(bounds: Bounds) -> dict[str, Any]:
     """Return how Envoy's own answers look: as OpenAI's errors, which name the limit."""
     texts = {
+        # Envoy's own reason for it.
+        403: NO_WEB_SOCKETS,
         408: f"The request did not arrive within {bounds.body_timeout_s:g} seconds.",
         413: bounds.too_large,
         431: f"The headers are larger than {bounds.max_header_kib} KiB, or more than {_HEADERS_MAX}.",

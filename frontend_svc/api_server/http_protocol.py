@@ -2,7 +2,8 @@
 how many wait for another one.
 
 uvicorn's own options for this (`h11_*`) apply to its slower protocol only. A client needs no key for any of
-it: what is over a bound is answered with 400, 408 or 431 in OpenAI's error format, and the connection closed.
+it: what is over a bound is answered with 400, 408 or 431 in OpenAI's error format, and the connection closed;
+a request for a web socket, which would have none, with 403.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from frontend_svc.api_server.middleware import SINGLE_HEADERS
 from frontend_svc.api_server.request_limits import account_of_task
 from frontend_svc.api_server.spec import DEFAULT_CONNECTION_LIMITS, DEFAULT_MAX_HEADER_BYTES, ConnectionLimits
-from tailrace.service.openai_error import error_body
+from tailrace.service.openai_error import NO_WEB_SOCKETS, error_body
 
 # A refused client may go on sending for so long, and so much, while it is to read the answer.
 _LINGER_S: Final = 1.0
@@ -111,8 +112,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if repeated := next((name for name in single if single.count(name) > 1), b""):
             self._problem = f"A request may have one header field {repeated.decode()}."
             raise _OverBound
-        if self._asks_for_web_socket() and (self.parser.get_method() != b"GET" or self._announces_body()):
-            self._problem = "A request for a web socket must be a GET without a body."
+        if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
+            # uvicorn would hand the connection to another protocol, which has no bounds.
+            self._status = HTTPStatus.FORBIDDEN
+            self._problem = NO_WEB_SOCKETS
             raise _OverBound
         self._overhead_bytes = 0
         self._stop_expecting()
@@ -148,13 +151,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed, or that is over a bound."""
         self._refuse(self._status, self._problem or msg)
-
-    def _asks_for_web_socket(self) -> bool:
-        return bool(self.parser.should_upgrade() and self._should_upgrade())
-
-    def _announces_body(self) -> bool:
-        lengths = [value for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
-        return any(value.strip() != b"0" for value in lengths)
 
     def _too_large(self) -> str:
         return f"The request line and header fields may have at most {self.max_header_bytes} bytes in all."

@@ -134,8 +134,7 @@ def api_keys(args: Namespace) -> list[str]:
 
 
 class RequireApiKey:
-    """Answer 401 in OpenAI's error format without a key of `keys`, and close web sockets; with no keys set,
-    pass everything on.
+    """Answer 401 in OpenAI's error format without a key of `keys`; with no keys set, pass everything on.
 
     vLLM protects only /v1, /v2, /inference and /cohere: /invocations generates, and /tokenize, /pooling or
     /rerank compute, for anyone who reaches the port.
@@ -149,8 +148,6 @@ class RequireApiKey:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if not self.keys or scope["type"] == "lifespan" or is_open(scope) or self._has_key(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             message = "This API requires a key: send the header 'Authorization: Bearer KEY'."
             challenge = {"www-authenticate": "Bearer"}

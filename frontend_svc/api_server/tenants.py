@@ -75,10 +75,6 @@ class TenantAdmission:
         if tenants is None or scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":
-            # vLLM has web sockets for speech, which our keys do not protect.
-            await send({"type": "websocket.close", "code": 1008})
-            return
         path = path_of(scope)
         if path in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 from http import HTTPStatus
+from typing import Final
+
+NO_WEB_SOCKETS: Final = "Web sockets are not served: a worker takes complete prompts alone."
+"""Why a request for one is refused. vLLM's route for them, `/v1/realtime`, sends a prompt in parts."""
 
 
 def error_body(status: HTTPStatus, kind: str, message: str, param: str | None = None) -> bytes:

@@ -1,5 +1,5 @@
-"""What the proxy does with web sockets and with answers that nobody reads: a real one, before a server of the
-test."""
+"""What the proxy does with web sockets, and with answers that nobody reads: a real one, before a server of
+the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import h2.connection
 import h2.events
 import pytest
-from aiohttp import ClientSession, WSServerHandshakeError, web
+from aiohttp import ClientSession, web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry
 
@@ -22,18 +22,10 @@ from edge_svc.directory import directory
 from edge_svc.main import envoy_path
 from edge_svc.proxy import Proxy
 from edge_svc.web import Answers
+from tailrace.service.openai_error import NO_WEB_SOCKETS
 from tests.edge.test_directory import front_end
 from tests.ports import free_port
 from tests.waiting import WAIT_S
-
-
-async def echo(request: web.Request) -> web.WebSocketResponse:
-    """Send each message back."""
-    socket = web.WebSocketResponse()
-    await socket.prepare(request)
-    async for message in socket:
-        await socket.send_str(f"echo {message.data}")
-    return socket
 
 
 @asynccontextmanager
@@ -69,23 +61,21 @@ async def proxied(
         await server.cleanup()
 
 
-async def test_a_web_socket_reaches_its_model(tmp_path: Path) -> None:
-    async with proxied(tmp_path, "/v1/realtime", echo) as port, ClientSession() as client:
-        url = f"http://127.0.0.1:{port}/v1/realtime"
-        async with client.ws_connect(url, params={"model": "first"}) as socket:
-            await socket.send_str("hello")
-            assert await socket.receive_str() == "echo hello"
-        with pytest.raises(WSServerHandshakeError) as refused:
-            await client.ws_connect(url)
-        assert refused.value.status == 400
+@pytest.mark.parametrize("path", ["/v1/realtime", "/v1/completions", "/health"])
+async def test_web_sockets_are_refused_with_the_reason(tmp_path: Path, path: str) -> None:
+    """What they carry would pass unread."""
 
+    async def take(request: web.Request) -> web.WebSocketResponse:
+        taken = web.WebSocketResponse()
+        await taken.prepare(request)
+        return taken
 
-async def test_no_other_path_takes_a_web_socket(tmp_path: Path) -> None:
-    """What it carries would pass unread."""
-    async with proxied(tmp_path, "/v1/completions", echo) as port, ClientSession() as client:
-        with pytest.raises(WSServerHandshakeError) as refused:
-            await client.ws_connect(f"http://127.0.0.1:{port}/v1/completions", params={"model": "first"})
-        assert refused.value.status == 403
+    asks = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    async with proxied(tmp_path, path, take) as port, ClientSession() as client:
+        url = f"http://127.0.0.1:{port}{path}"
+        key = {"sec-websocket-key": "c3RyYW5nZXJzLWtleS0xMg=="}
+        async with client.get(url, params={"model": "first"}, headers=asks | key) as refused:
+            assert (refused.status, (await refused.json())["error"]["message"]) == (403, NO_WEB_SOCKETS)
 
 
 async def test_an_answer_that_nobody_reads_is_not_kept_and_ends(tmp_path: Path) -> None:

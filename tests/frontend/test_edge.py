@@ -17,6 +17,7 @@ from frontend_svc.api_server.middleware import Message, Receive, Send
 from frontend_svc.api_server.spec import ConnectionLimits
 from frontend_svc.api_server.tenants import read_body
 from tailrace.request_ids import MAX_BYTES
+from tailrace.service.openai_error import NO_WEB_SOCKETS
 from tailrace.tenancy.body import MAX_NESTING, problem_with_body
 from tests.waiting import WAIT_S
 
@@ -245,19 +246,20 @@ UPGRADE = b"host: a\r\nconnection: keep-alive, Upgrade\r\nupgrade: websocket\r\n
 @pytest.mark.parametrize(
     "header",
     [
+        b"GET /v1/realtime HTTP/1.1\r\n" + UPGRADE,
         b"POST /health HTTP/1.1\r\n" + UPGRADE,
         b"POST /health HTTP/1.1\r\n" + UPGRADE + b"content-length: 1000000\r\n",
         b"GET /health HTTP/1.1\r\n" + UPGRADE + b"content-length: 1000000\r\n",
         b"GET /health HTTP/1.1\r\n" + UPGRADE + b"transfer-encoding: chunked\r\n",
     ],
-    ids=["method", "post", "length", "chunks"],
+    ids=["get", "method", "post", "length", "chunks"],
 )
-async def test_web_socket_with_a_body_is_refused(monkeypatch: pytest.MonkeyPatch, header: bytes) -> None:
-    """uvicorn's other protocol would wait for the rest without a bound."""
+async def test_web_socket_is_refused(monkeypatch: pytest.MonkeyPatch, header: bytes) -> None:
+    """uvicorn's other protocol would wait for the rest, and take messages, without a bound."""
     async with serving(monkeypatch) as server:
         connection = await server.connect()
         connection.send(header + b"\r\n")
-        assert await connection.refusal() == (400, "A request for a web socket must be a GET without a body.")
+        assert await connection.refusal() == (403, NO_WEB_SOCKETS)
         assert not BoundedProtocol.pending
 
 

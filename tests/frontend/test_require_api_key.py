@@ -49,32 +49,6 @@ async def test_only_preflight_requests_need_no_key(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("key", "passed"), [(None, False), (b"Bearer wrong", False), (b"Bearer right", True)]
-)
-@pytest.mark.parametrize("path", ["/v1/realtime", "/metrics", "/new_route"])
-async def test_web_socket_requires_the_key(
-    path: str, key: bytes | None, passed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RequireApiKey, "keys", ["right"])
-    reached: list[Message] = []
-    sent: list[Message] = []
-
-    async def app(scope: Message, receive: Receive, send: Send) -> None:
-        reached.append(scope)
-
-    async def receive() -> Message:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    headers = [] if key is None else [(b"authorization", key)]
-    await RequireApiKey(app)({"type": "websocket", "path": path, "headers": headers}, receive, send)
-    assert bool(reached) is passed
-    assert sent == ([] if passed else [{"type": "websocket.close", "code": 1008}])
-
-
-@pytest.mark.parametrize(
     ("state", "status"),
     [
         (AdmissionState.OPEN, 200),
