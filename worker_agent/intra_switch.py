@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Final, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 from tailrace.intra.base import ENGINE_ORDER
 from tailrace.intra.guarded import Asked, order_asked
@@ -131,8 +131,13 @@ def watched_orders() -> AbstractContextManager[None]:
 
 def _on_hung(asked: object, seconds: float) -> None:
     assert isinstance(asked, Asked)
+    restart_without(asked, f"for {seconds:.1f} s")
+
+
+def restart_without(asked: Asked, since: str) -> NoReturn:
+    """Run this process again, without the order that does not answer this."""
     order, point = asked
-    log.critical("order %s has not returned from %s for %.1f s: restarting without it", order, point, seconds)
+    log.critical("order %s has not returned from %s %s: restarting without it", order, point, since)
     faulthandler.dump_traceback()
     os.environ[_HUNG] = order
     restart_process()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from tailrace.intra.guarded import order_asked
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
@@ -32,7 +33,7 @@ from worker_agent.engine.base import Engine, EngineStats, RequestStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
-from worker_agent.intra_switch import IntraSwitch
+from worker_agent.intra_switch import IntraSwitch, restart_without
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.load import Heartbeats, MigrationLoad
@@ -348,7 +349,7 @@ class _WorkerBuilder:
         loops: dict[str, Loop] = {
             "heartbeats": lambda: send_heartbeats(self._front_ends, _SILENCE_S, heartbeats),
             "reports": self._reports().run,
-            "progress": lambda: watch_progress(self._engine.stats, progress, self._engine.fail),
+            "progress": lambda: watch_progress(self._engine.stats, progress, self._on_stuck),
             "draining": self._draining.run,
             "batch order": self._intra_switch.run,
         }
@@ -404,6 +405,12 @@ class _WorkerBuilder:
 
     def _request_stats(self, request_ids: Iterable[str]) -> list[RequestStats]:
         return without_probes(self._engine.request_stats(request_ids))
+
+    def _on_stuck(self, reason: str) -> None:
+        if (asked := order_asked()) is not None:
+            # Sooner than its watch, which counts little of the time of a busy machine.
+            restart_without(asked, f"and {reason}")
+        self._engine.fail(reason)
 
     def _on_dead(self, reason: str) -> None:
         # Immediately: a hanging engine may delay the exit of this process.
