@@ -175,7 +175,8 @@ def private_sockets() -> Iterator[None]:
         # In a temporary folder with a long path, vLLM's sockets stay outside: their paths would be too long.
         with contextlib.suppress(OSError):
             unix_path(folder, str(uuid.uuid4()))
-            if SOCKETS not in os.environ:
+            # One that is gone was this process's own before it ran itself again.
+            if not os.path.isdir(os.environ.get(SOCKETS, "")):
                 os.environ[SOCKETS] = str(folder)
                 stack.callback(os.environ.pop, SOCKETS)
         yield
