@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import pytest_asyncio
@@ -27,6 +29,8 @@ from tests.waiting import WAIT_S
 from tests.worker.orders import ByLength, Mistaken, Stingy
 from tests.worker.test_vllm_engine import ANSWERING, NO_THINK_END, QUESTION, REASONING, idle, params
 from tests.worker.vllm_front import Front, Stream
+from worker_agent.engine.errors import EngineRefusal, Unrunnable
+from worker_agent.engine.vllm import requests
 from worker_agent.engine.vllm.core import use_policy
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.ranked_queue import RankedQueue
@@ -269,6 +273,31 @@ async def test_invalid_grammar_ends_only_its_request(engine: VllmEngine, front: 
     submit_together(engine, front, [broken, good])
     await front.until(lambda: broken.finished and good.finished)
     assert broken.finish_reason == FinishReason.ERROR
+    assert len(good.tokens) == 20
+
+
+async def test_grammar_that_is_never_compiled_ends_only_its_request(
+    engine: VllmEngine, front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await serve_by(engine, PascalQueue())
+    outputs = StructuredOutputsParams(grammar='root ::= "a"')
+    outputs._backend = "xgrammar"
+    manager = engine._parts.core.core.structured_output_manager
+    go_on = threading.Event()
+    with ThreadPoolExecutor(1) as compiling:
+        monkeypatch.setattr(requests, "_DEADLINE_S", 0.2)
+        monkeypatch.setattr(manager, "executor", compiling)
+        monkeypatch.setattr(manager, "_create_grammar", lambda request: go_on.wait(WAIT_S))
+        try:
+            first, second = (front.stream(ANSWERING, params(structured_outputs=outputs)) for _ in range(2))
+            good = front.stream(ANSWERING, params(max_tokens=20))
+            submit_together(engine, front, [first, second, good])
+            await front.until(lambda: first.finished and second.finished and good.finished)
+        finally:
+            go_on.set()
+    # The second one had no thread, and may be tried elsewhere.
+    assert isinstance(first.refusal, Unrunnable)
+    assert type(second.refusal) is EngineRefusal
     assert len(good.tokens) == 20
 
 

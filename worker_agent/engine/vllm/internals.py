@@ -101,7 +101,7 @@ INTERNALS: Final[Uses] = {
         append_output_token_ids get_finished_reason""",
     "vllm.v1.request:RequestStatus": """
         WAITING WAITING_FOR_REMOTE_KVS WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR RUNNING PREEMPTED""",
-    "vllm.v1.structured_output.request:StructuredOutputRequest": "grammar",
+    "vllm.v1.structured_output.request:StructuredOutputRequest": "grammar _grammar",
     "vllm.v1.core.sched.utils": "check_stop",
     "vllm.v1.core.sched.output": "SchedulerOutput",
     "vllm.v1.core.sched.output:SchedulerOutput": """

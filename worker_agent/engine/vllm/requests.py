@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +15,7 @@ from vllm.v1.request import Request
 from tailrace.intra.base import JobView
 from tailrace.perf.remaining import limited, tokens_left
 from worker_agent.engine.base import Frames, RequestKey
-from worker_agent.engine.errors import EngineRefusal, Gone
+from worker_agent.engine.errors import EngineRefusal, Gone, Unrunnable
 from worker_agent.engine.turns import Turn, arrival_order, view_of
 from worker_agent.engine.vllm.phases import PhaseTracker
 
@@ -159,7 +160,8 @@ class VllmRequests:
             del self._by_key[entry.key]
 
 
-_DEADLINE_S = 20.0
+# Longer than a grammar takes that an API server has let through (frontend_svc/api_server/grammar_verdict.py).
+_DEADLINE_S = 30.0
 _POLL_S = 0.005
 
 Finish = Callable[[EngineRefusal | None], None]
@@ -173,15 +175,14 @@ class _Wait:
 
 
 class Grammars:
-    """Requests whose output tokens can only be appended after their grammar is compiled. Engine thread
-    only."""
+    """Requests that wait until their grammar is compiled. Engine thread only."""
 
     def __init__(self) -> None:
         self._waits: list[_Wait] = []
 
     def when_ready(self, request: Request, finish: Finish) -> None:
         """Call `finish` with None once the grammar is compiled, at once if there is none, or with a refusal
-        when that fails or takes more than 20 s."""
+        when that fails or takes more than 30 s."""
         wait = _Wait(request, finish, time.monotonic() + _DEADLINE_S)
         if not self._try_finish(wait):
             self._waits.append(wait)
@@ -200,11 +201,23 @@ class Grammars:
         if structured is None:
             wait.finish(None)
         elif isinstance(structured.grammar, Exception):
-            wait.finish(EngineRefusal(f"its grammar does not compile: {structured.grammar}"))
+            wait.finish(GrammarInvalid(f"its grammar does not compile: {structured.grammar}"))
         elif structured.grammar is not None:
             wait.finish(None)
         elif time.monotonic() > wait.deadline_s:
-            wait.finish(EngineRefusal(f"its grammar did not compile within {_DEADLINE_S:.0f} s"))
+            wait.finish(_late(structured._grammar))
         else:
             return False
         return True
+
+
+class GrammarInvalid(EngineRefusal):
+    """The request's grammar does not compile with this engine's backend."""
+
+
+def _late(compiling: Future[object]) -> EngineRefusal:
+    """Return the refusal of a request whose grammar is late, and compile it no more if that has not begun."""
+    message = f"its grammar did not compile within {_DEADLINE_S:.0f} s"
+    # One that is being compiled occupies a thread from now on, and would take one of each engine's. One that
+    # waits for a thread may find one elsewhere.
+    return EngineRefusal(message) if compiling.cancel() else Unrunnable(message)

@@ -18,7 +18,7 @@ from worker_agent.engine.vllm.imports import VllmImports
 from worker_agent.engine.vllm.load import LoadedCore
 from worker_agent.engine.vllm.outputs import OutputWriter
 from worker_agent.engine.vllm.phases import PhaseTracker
-from worker_agent.engine.vllm.requests import Pace, VllmRequest, VllmRequests
+from worker_agent.engine.vllm.requests import GrammarInvalid, Pace, VllmRequest, VllmRequests
 
 _log = logging.getLogger(__name__)
 
@@ -116,10 +116,12 @@ class Submissions:
         self._table.add(entry)
         if not outputs:
             self._start_new(request)
-            return
 
         def on_grammar(refusal: EngineRefusal | None) -> None:
             if self._table.get(request.request_id) is not entry:
+                return
+            if not outputs and (refusal is None or isinstance(refusal, GrammarInvalid)):
+                # vLLM starts or ends it itself; only a grammar that is never ready it waits for without end.
                 return
             try:
                 if refusal is not None:
