@@ -33,6 +33,7 @@ from frontend_svc.admission import (
     Refusal,
 )
 from frontend_svc.answers.calls import ANSWER_HEADER
+from frontend_svc.api_server.grammars import Grammars, check_elsewhere
 from frontend_svc.api_server.kept_answers import Call, call_of_task
 from frontend_svc.api_server.request_limits import Account, account_of_task
 from frontend_svc.api_server.statistics import (
@@ -72,6 +73,8 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
     # Whether requests carry their tenant to `frontend_svc`.
     sends_tenants: ClassVar[bool] = False
     observability_config: ObservabilityConfig
+    # None for backends that compile grammars without this, and until the client is complete.
+    grammars: Grammars | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,6 +88,7 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
             count_aborts(self.output_processor, self.logger_manager)
         _account_for(self.renderer)
         self._send_by_steps()
+        self.grammars = check_elsewhere(self.vllm_config, self.input_processor)
         self.observability_config = copy(self.observability_config)
         self.observability_config.otlp_traces_endpoint = "tailrace"
 
@@ -140,12 +144,28 @@ class FleetClient(AsyncLLM):  # type: ignore[misc]
         )
         return outputs
 
-    async def add_request(self, *args: Any, **kwargs: Any) -> RequestOutputCollector:
-        """Add a prompt, one of those of a large request after the other; see AsyncLLM."""
+    async def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
+    ) -> RequestOutputCollector:
+        """Add a prompt, one of those of a large request after the other; see AsyncLLM.
+
+        All requests with a grammar come this way, and vLLM has not compiled it yet.
+        """
         account = account_of_task.get()
         if account is not None:
             await account.step()
-        return await super().add_request(*args, **kwargs)
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None and self.grammars:
+            try:
+                params = await self.grammars.checked(params, account)
+            except LimitRefusal as refused:
+                raise RequestRefused(Refusal(refused.status, refused.message)) from refused
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End what this client has started; see AsyncLLM."""
+        if self.grammars is not None:
+            self.grammars.close()
+        super().shutdown(timeout)
 
     def _send_by_steps(self) -> None:
         """Send the sequences of a large request to the engine core one by one."""
