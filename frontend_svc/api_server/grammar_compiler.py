@@ -42,7 +42,7 @@ class GrammarCompiler:
         failure = self._compile(params)
         if failure and params.structural_tag is not None:
             # Where vLLM parses a request, it refuses such a tag, whatever another backend would say.
-            return Verdict(INVALID, f"Invalid structural tag specification: {failure}")
+            return Verdict(INVALID, f"Invalid structural_tag specification: {failure}")
         checked = copy(params)
         SamplingParams(structured_outputs=checked)._validate_structured_outputs(
             self._config.model_config, self._config.structured_outputs_config, self._tokenizer

@@ -104,7 +104,7 @@ async def test_valid_grammar_is_as_vllm_leaves_it(
         ({"json": "{"}, "Invalid JSON"),
         ({"regex": "a("}, "unclosed group"),
         ({"choice": []}, "empty list"),
-        ({"structural_tag": "{}"}, "Invalid structural tag"),
+        ({"structural_tag": "{}"}, "Invalid structural_tag"),
     ],
 )
 async def test_invalid_grammar_is_refused_with_vllms_reason(

@@ -260,6 +260,50 @@ def test_invalid_input_gets_an_openai_error_and_reaches_no_worker(
     assert len(front_end.worker.requests) == requests_before
 
 
+# 60 KB that overflow the stack of whoever compiles them.
+DEEP = {"type": "string", "pattern": "(" * 30_000 + "a" + ")" * 30_000}
+DEEP_TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHATS, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": DEEP}}}),
+        (CHATS, {"response_format": DEEP_TAG}),
+        (CHATS, {"structured_outputs": {"structural_tag": json.dumps(DEEP_TAG)}}),
+        (CHATS, {"structured_outputs": {"json": DEEP}, "stream": True}),
+        (COMPLETIONS, {"structured_outputs": {"json": DEEP}}),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a", "schema": DEEP}}}),
+    ],
+    ids=["schema", "tag", "structured tag", "stream", "completion", "response"],
+)
+def test_grammar_that_would_end_the_api_server_is_refused(
+    front_end: FrontEndThread, path: str, fields: dict[str, object]
+) -> None:
+    if front_end.front is Front.RUST:
+        pytest.skip("vllm-rs checks no grammars")
+    prompts: dict[str, dict[str, object]] = {
+        CHATS: {"messages": HELLO},
+        COMPLETIONS: {"prompt": "x"},
+        "/v1/responses": {"input": "x"},
+    }
+    reply = post(front_end, path, {"model": "tiny", **prompts[path], **fields})
+    assert status_of(reply) == 400, reply.text
+    assert "takes more than 4 MiB of stack to compile" in reply.text
+    assert get(front_end, "/health").status_code == 200
+
+
+def test_invalid_grammar_is_refused_and_a_valid_one_is_not(front_end: FrontEndThread) -> None:
+    if front_end.front is Front.RUST:
+        pytest.skip("vllm-rs checks no grammars")
+    for regex, status in (("a(", 400), ("a+", 200)):
+        reply = post(front_end, CHATS, {**CHAT, "structured_outputs": {"regex": regex}})
+        assert reply.status_code == status, reply.text
+    tag = {"type": "structural_tag", "format": {"type": "nothing"}}
+    reply = post(front_end, CHATS, {**CHAT, "response_format": tag})
+    assert reply.status_code == 400 and "structural_tag" in reply.text
+
+
 @pytest.mark.parametrize(
     ("extension", "value"),
     [("tailrace_pace_tpot_ms", "abc"), ("tailrace_pace_tpot_ms", -1), ("tailrace_pace", 50)],
