@@ -51,8 +51,8 @@ _CACHE_BYTES: Final = 8 << 20
 class GrammarProcess:
     """A process that checks grammars, as seen from a thread that waits for it."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        """Start it. Raise EOFError, OSError or TimeoutError if it does not."""
+    def __init__(self) -> None:
+        """Start it. Raise OSError."""
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -68,12 +68,11 @@ class GrammarProcess:
                     "MALLOC_ARENA_MAX": "2",
                 },
             )
-        try:
-            self._connection.send_bytes(ForkingPickler.dumps(config))
-            self._receive(_START_S)
-        except BaseException:
-            self.close()
-            raise
+
+    def begin(self, config: VllmConfig) -> None:
+        """Wait until it has read vLLM's configuration. Raise EOFError, OSError or TimeoutError."""
+        self._connection.send_bytes(ForkingPickler.dumps(config))
+        self._receive(_START_S)
 
     def check(self, pickled: bytes) -> Verdict:
         """Return what it says. Raise EOFError, OSError or TimeoutError if it says nothing."""
@@ -129,6 +128,7 @@ class Grammars:
                 if self._waiting[tenant] >= MAX_WAITING:
                     message = "Too many new grammars of this client's structured outputs wait to be checked."
                     raise LimitRefusal(HTTPStatus.TOO_MANY_REQUESTS, message, 1)
+                self._waiting[tenant] += 1
                 task = asyncio.create_task(self._ask(digest, pickled, tenant), name="check a grammar")
                 self._tasks[digest] = task
             # Others may wait for the same one.
@@ -145,7 +145,6 @@ class Grammars:
         return params
 
     async def _ask(self, digest: bytes, pickled: bytes, tenant: str) -> Verdict:
-        self._waiting[tenant] += 1
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         try:
             async with asyncio.timeout(_WAIT_S):
@@ -155,7 +154,7 @@ class Grammars:
                 verdict = await loop.run_in_executor(self._thread, self._check, pickled)
             finally:
                 turn.release()
-            if verdict.is_final:
+            if verdict.is_final and _size(verdict) <= _CACHE_BYTES:
                 self._known[digest] = verdict
             return verdict
         except TimeoutError:
@@ -169,7 +168,10 @@ class Grammars:
     def _check(self, pickled: bytes) -> Verdict:
         try:
             if self._process is None:
-                self._process = GrammarProcess(self._config)
+                self._process = GrammarProcess()
+                if self._closed:
+                    raise EOFError
+                self._process.begin(self._config)
             return self._process.check(pickled)
         except (EOFError, OSError, TimeoutError) as error:
             if not self._closed:
@@ -196,16 +198,16 @@ def _size(verdict: Verdict) -> int:
 def check_elsewhere(config: VllmConfig, processor: InputProcessor) -> Grammars | None:
     """Have vLLM compile no grammars in this process, and return what does; None for backends that are left
     alone."""
+    # vLLM compiles tags while it parses a request, by xgrammar, whichever backend is configured.
+    protocol.validate_structural_tag_payload = _check_tag
     if config.structured_outputs_config.backend not in _BACKENDS:
         return None
     # Without it, vLLM's validation of requests leaves structured outputs out.
     processor.structured_outputs_config = None
-    # Called while the request is parsed.
-    protocol.validate_structural_tag_payload = _check_tag
     return Grammars(config)
 
 
 def _check_tag(payload: object, *, parameter: str) -> None:
-    """Take the place of vLLM's function, which compiles the tag as well."""
+    """Take the place of vLLM's function, which compiles the tag as well: that comes later."""
     if not isinstance(payload, str) or not payload:
         raise VLLMValidationError(f"Invalid {parameter} structural_tag specification.", parameter=parameter)
