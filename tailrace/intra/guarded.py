@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
@@ -38,14 +39,14 @@ class Asked(NamedTuple):
     point: str
 
 
-# There is one at a time: the engines of a process that has several share a thread.
-_asked: Asked | None = None
+# By thread: an engine asks in its own, and the event loop for its statistics.
+_asked: dict[int, Asked] = {}
 
 
 def order_asked() -> Asked | None:
-    """Return the question that an order of this process is answering now, an object of its own for each, or
-    None."""
-    return _asked
+    """Return the oldest question that an order of this process is answering now, an object of its own for
+    each, or None."""
+    return next(iter(list(_asked.values())), None)
 
 
 class GuardedOrder(IntraPolicy):
@@ -120,9 +121,9 @@ class GuardedOrder(IntraPolicy):
         """Return the order's answer, or `default` if it is wrong or one before was."""
         if self.mistake:
             return default
-        global _asked
+        thread = threading.get_ident()
         began_s = time.perf_counter()
-        _asked = Asked(self._name, point)
+        _asked[thread] = Asked(self._name, point)
         try:
             answer: T = call()
             wrong = "" if is_valid(answer) else f"not what IntraPolicy.{point} returns: {_shown(answer)}"
@@ -130,7 +131,7 @@ class GuardedOrder(IntraPolicy):
         except BaseException as error:  # noqa: BLE001 - see above
             wrong = describe_error(error)
         finally:
-            _asked = None
+            del _asked[thread]
         if wrong:
             return self._fail(f"{point}: {wrong}", default)
         took_s = time.perf_counter() - began_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tailrace.cluster import Phase
 from tailrace.intra.base import IntraPolicy, JobView, Rank
-from tailrace.intra.guarded import LATE_IN_A_ROW, GuardedOrder, guarded, log_mistake
+from tailrace.intra.guarded import LATE_IN_A_ROW, Asked, GuardedOrder, guarded, log_mistake, order_asked
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.registry import UnknownIntraError
 
@@ -151,3 +152,26 @@ def test_a_wrong_attribute_is_named(attribute: str, value: object) -> None:
 def test_orders_of_this_package_are_asked_directly() -> None:
     order = Fcfs()
     assert guarded("fcfs", order, log_mistake) is order and guarded("vllm", None, log_mistake) is None
+
+
+def test_a_question_of_another_thread_does_not_hide_the_one_that_hangs() -> None:
+    """An engine asks in its thread, and the event loop for statistics."""
+    going, asked = threading.Event(), threading.Event()
+
+    class Hanging(Fcfs):
+        def rank(self, job: JobView) -> Rank:
+            asked.set()
+            assert going.wait(60)
+            return super().rank(job)
+
+    order = guard(Hanging())
+    thread = threading.Thread(target=order.rank, args=(JOB,))
+    thread.start()
+    try:
+        assert asked.wait(60)
+        order.demoted(JOB)
+        assert order_asked() == Asked("mine", "rank") and order_asked() is order_asked()
+    finally:
+        going.set()
+        thread.join()
+    assert order_asked() is None
