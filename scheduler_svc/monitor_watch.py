@@ -186,9 +186,10 @@ class MonitorWatch:
                 instance_id = report.instance_id
                 reported.add(instance_id)
                 check_size(report)
-                if cleared := clear_wrong_numbers(report):
-                    unreadable(_REPORT, f"{instance_id} by {address}", f"wrong {', '.join(cleared)}")
                 if self._merged.is_new(address, report):
+                    if wrong := clear_wrong_numbers(report):
+                        which = f"{', '.join(wrong)} of {instance_id} by {address}"
+                        unreadable(_REPORT, which, "not finite, negative or too large")
                     self._on_report(report, time.monotonic())
             except Exception as error:  # noqa: BLE001 - whatever a worker's bytes lead to
                 unreadable(_REPORT, f"{instance_id or 'without a name'} by {address}", error)

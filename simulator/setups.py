@@ -25,7 +25,7 @@ from tailrace.control.guard import PolicyFailed
 from tailrace.intra.base import IntraPolicy
 from tailrace.intra.guarded import guarded
 from tailrace.intra.orders import Fcfs
-from tailrace.intra.registry import intra_parameters, make_intra
+from tailrace.intra.registry import UnknownIntraError, intra_parameters, make_intra
 from tailrace.perf.horizon import FutureLoad
 from tailrace.plugins import describe_error
 from tailrace.policy import registry
@@ -130,12 +130,18 @@ class Setup:
             raise UnknownSetupError(str(error)) from error
 
     def intra(self, slo: Slo | None = None) -> IntraPolicy:
-        """Create the order inside an instance; vLLM's own is FCFS. Raise ParameterError."""
+        """Create the order inside an instance; vLLM's own is FCFS.
+
+        Raise UnknownSetupError or ParameterError.
+        """
         intra_names = {parameter.name for parameter in intra_parameters(self.intra_name)}
         values = {name: value for name, value in self.assigned.items() if name in intra_names}
-        order = make_intra(self.intra_name, values, slo)
-        # As of policies: it may take as long as it likes, and the run must not go on by guesses.
-        return guarded(self.intra_name, order, _fail, math.inf) or Fcfs()
+        try:
+            order = make_intra(self.intra_name, values, slo)
+            # As of policies: it may take as long as it likes, and the run must not go on by guesses.
+            return guarded(self.intra_name, order, _fail, math.inf) or Fcfs()
+        except UnknownIntraError as error:
+            raise UnknownSetupError(str(error)) from error
 
     def with_parameters(self, changes: Mapping[str, Value]) -> Setup:
         """Return the setup with these parameters, parsed. Raise UnknownSetupError or ParameterError.

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Final, NoReturn, TypeAlias
 
@@ -52,12 +53,16 @@ class IntraSwitch:
         """`intra`: an order, or BY_POLICY. `policy()` returns the fleet's current policy, `slo()` the
         deployment's SLOs. `hung`: an order that is not used: `hung_before`."""
         self._hung = hung
+        # Whether the order asked for is that one.
+        self.refuses_hung = False
         self._intra = intra
         self._policy = policy
         self._slo = slo
         self._set_intra = set_intra
         self._present: _Requested | None = None
         self._unavailable: PolicyRecord | None = None
+        # The load that was begun last, and of what.
+        self._loading: tuple[tuple[PolicyRecord | None, Slo], asyncio.Future[_Requested]] | None = None
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -101,10 +106,12 @@ class IntraSwitch:
         the scheduler's part of it is in effect."""
         try:
             async with asyncio.timeout(_LOAD_S):
-                # A package that is imported here may take long, and front ends give up a silent worker.
-                return await asyncio.to_thread(self._load, record, slo)
+                return await asyncio.shield(self._loaded(record, slo))
         except TimeoutError:
             problem = f"its package was not imported within {_LOAD_S:g} s"
+            if self._loading is not None:
+                # It is looked at again when it is there.
+                self._loading[1].add_done_callback(lambda _: self._changed.set())
         except (UnknownPolicyError, UnusablePolicyError, UnknownIntraError, ParameterError) as error:
             if self._intra != BY_POLICY:
                 raise
@@ -115,9 +122,21 @@ class IntraSwitch:
         self._unavailable = record
         return (ENGINE_ORDER, NO_PARAMETERS), {}
 
+    def _loaded(self, record: PolicyRecord | None, slo: Slo) -> asyncio.Future[_Requested]:
+        """Load what is asked for, unless that is being loaded: a package that is imported may take long, in
+        which front ends would give up this worker, or never return, which costs one thread."""
+        if self._loading is not None and self._loading[0] == (record, slo) and not self._loading[1].done():
+            return self._loading[1]
+        executor = ThreadPoolExecutor(1, thread_name_prefix="batch-order")
+        loading = asyncio.get_running_loop().run_in_executor(executor, self._load, record, slo)
+        executor.shutdown(wait=False)
+        self._loading = (record, slo), loading
+        return loading
+
     def _load(self, record: PolicyRecord | None, slo: Slo) -> _Requested:
         order = order_of_policy(record) if self._intra == BY_POLICY else (self._intra, NO_PARAMETERS)
-        if order[0] == self._hung:
+        self.refuses_hung = order[0] == self._hung
+        if self.refuses_hung:
             order = ENGINE_ORDER, NO_PARAMETERS
         return order, intra_facts(order[0], slo)
 
@@ -126,7 +145,12 @@ def watched_orders() -> AbstractContextManager[None]:
     """Watch the questions to batch orders of other packages during the block: a call that does not return
     cannot be ended, so the process runs again, without that order. Not without a watchdog
     (TAILRACE_WATCHDOG_S=0), nor if the call holds the interpreter's lock."""
-    return watched_calls(order_asked, lambda _: None, _on_hung, _HUNG_S)
+    return watched_calls(order_asked, lambda _: None, _on_hung, _HUNG_S, _thread_of)
+
+
+def _thread_of(asked: object) -> int:
+    assert isinstance(asked, Asked)
+    return asked.thread
 
 
 def _on_hung(asked: object, seconds: float) -> None:
@@ -136,16 +160,16 @@ def _on_hung(asked: object, seconds: float) -> None:
 
 def restart_without(asked: Asked, since: str) -> NoReturn:
     """Run this process again, without the order that does not answer this."""
-    order, point = asked
-    log.critical("order %s has not returned from %s %s: restarting without it", order, point, since)
+    what = f"order {asked.order} has not returned from {asked.point}"
+    log.critical("%s %s: restarting without it", what, since)
     faulthandler.dump_traceback()
-    os.environ[_HUNG] = order
+    os.environ[_HUNG] = asked.order
     restart_process()
 
 
 def hung_before() -> str:
     """Return the order because of which the previous run of this process ended; empty: none."""
-    return os.environ.pop(_HUNG, "")
+    return os.environ.get(_HUNG, "")
 
 
 def order_of_policy(record: PolicyRecord | None) -> Order:

@@ -54,9 +54,9 @@ class WorkerHistograms:
 class WorkerMetrics:
     """The counters of one worker."""
 
-    def __init__(self, histograms: WorkerHistograms, hung_order: str = "") -> None:
-        """`hung_order`: the batch order that is not used since it did not return; empty: none."""
-        self.hung_order = hung_order
+    def __init__(self, histograms: WorkerHistograms) -> None:
+        # Whether the batch order asked for is not used, since it did not return.
+        self.order_hangs: Callable[[], bool] = lambda: False
         self.tokens = 0
         self.submitted = 0
         self.rejected_busy = 0
@@ -144,7 +144,7 @@ class WorkerCollector(Collector):
         yield GaugeMetricFamily(
             "tailrace_worker_batch_order_suspended",
             "Workers whose batch order has made a mistake.",
-            value=sum(bool(m.hung_order or read().order_mistake) for m, read in self._workers),
+            value=sum(m.order_hangs() or bool(read().order_mistake) for m, read in self._workers),
         )
         used, total = sum(s.host_kv_bytes_used for s in stats), sum(s.host_kv_bytes_total for s in stats)
         yield GaugeMetricFamily(

@@ -79,8 +79,7 @@ async def serve(
         stack.callback(memory.segments.close)
         service.members.add_listener(memory.mappings.drop_gone)
         stack.enter_context(watched_orders())
-        hung = hung_before()
-        if hung:
+        if hung := hung_before():
             log.error("order %s is not used until this worker is started anew: it did not return", hung)
         died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # What is closed then may wait for an engine that hangs.
@@ -88,7 +87,7 @@ async def serve(
         listen = common.listen
         workers: list[RunningWorker] = []
         for name, engine in zip(names, engines, strict=True):
-            metrics = WorkerMetrics(histograms, hung)
+            metrics = WorkerMetrics(histograms)
             running = await stack.enter_async_context(
                 running_worker(name, engine, listen, service, memory, metrics, settings, died)
             )

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 from tailrace.intra.guarded import order_asked
+from tailrace.intra.registry import UnknownIntraError
 from tailrace.perf.transfer_rate import TransferRate
 from tailrace.records import InstanceRecord
 from tailrace.security.roles import Role
@@ -33,7 +34,7 @@ from worker_agent.engine.base import Engine, EngineStats, RequestStats
 from worker_agent.engines import kv_transport
 from worker_agent.faults import Faults
 from worker_agent.frontends import FrontEnds, send_heartbeats
-from worker_agent.intra_switch import IntraSwitch, restart_without
+from worker_agent.intra_switch import IntraSwitch, hung_before, restart_without
 from worker_agent.kv.address import KvTransferError
 from worker_agent.kv.memory import SharedMemory
 from worker_agent.load import Heartbeats, MigrationLoad
@@ -166,9 +167,13 @@ class _WorkerBuilder:
             lambda: members.policy,
             lambda: members.slo,
             self._engine.set_intra,
-            self._metrics.hung_order,
+            hung_before(),
         )
-        await self._intra_switch.update()
+        try:
+            await self._intra_switch.update()
+        except UnknownIntraError as error:
+            raise EngineStartError(f"--intra: {error}") from error
+        self._metrics.order_hangs = lambda: self._intra_switch.refuses_hung
         members.add_listener(self._intra_switch.changed)
 
     async def connect_kv(self) -> None:

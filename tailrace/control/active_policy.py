@@ -18,6 +18,8 @@ from tailrace.policy.registry import (
     declared,
     load,
     load_all,
+    names,
+    problem_of,
 )
 from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
@@ -120,6 +122,7 @@ def _format_record(record: PolicyRecord) -> str:
 async def warm_up() -> None:
     """Import all policies in a thread, so that the first switch to one does not delay placements by its
     import."""
-    for problem in (await asyncio.to_thread(load_all)).values():
-        if problem:
+    await asyncio.to_thread(load_all)
+    for name in names():
+        if problem := problem_of(name):
             log.warning("%s", problem)

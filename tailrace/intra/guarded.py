@@ -30,6 +30,8 @@ LATE_IN_A_ROW: Final = 5
 # More than any time or arrival needs; longer numbers would make comparisons slow.
 _RANK_BITS: Final = 128
 _PASS_OVER_MAX: Final = 1e6
+# Elements of a tuple that an error shows.
+_SHOWN_MAX: Final = 8
 
 
 class Asked(NamedTuple):
@@ -37,6 +39,8 @@ class Asked(NamedTuple):
 
     order: str
     point: str
+    # Native id of the thread that asks.
+    thread: int
 
 
 # By thread: an engine asks in its own, and the event loop for its statistics.
@@ -123,7 +127,7 @@ class GuardedOrder(IntraPolicy):
             return default
         thread = threading.get_ident()
         began_s = time.perf_counter()
-        _asked[thread] = Asked(self._name, point)
+        _asked[thread] = Asked(self._name, point, threading.get_native_id())
         try:
             answer: T = call()
             wrong = "" if is_valid(answer) else f"not what IntraPolicy.{point} returns: {_shown(answer)}"
@@ -181,7 +185,8 @@ def _is_bool(value: object) -> bool:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    if type(value) is int:
+    # The types themselves: those of others may do anything when they are compared.
+    if type(value) is int or type(value) is bool:
         return value.bit_length() <= _RANK_BITS
     return type(value) is float and math.isfinite(value)
 
@@ -204,5 +209,7 @@ def _is_budget(value: object) -> bool:
 
 def _shown(value: object) -> str:
     kind = type(value)
-    shown = kind in (bool, float, type(None)) or _is_number(value)
+    if type(value) is tuple and len(value) <= _SHOWN_MAX:
+        return f"({', '.join(map(_shown, value))})"
+    shown = kind in (float, type(None)) or _is_number(value)
     return repr(value) if shown else f"a {kind.__name__}"

@@ -84,32 +84,35 @@ def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo
     return make_policy(name, choice.policy, choice.order, merged, deployment)
 
 
+# Policies that were created or are being created, and what came of those that were.
+_loaded: set[EntryPoint] = set()
 _problems: dict[EntryPoint, str] = {}
 
 
 def problem_of(name: str) -> str:
-    """Return why the policy called `name` cannot be used; empty: it can.
-
-    It is created once, by whoever asks first; until it is there, others are told that it is being loaded. So
-    a constructor that never returns stops one thread.
-    """
+    """Return why the policy called `name` cannot be used, as `load_all` has found out; empty: it can."""
     point = plugins(GROUP).get(name)
     if point is None:
         return f"unknown policy {name!r}"
-    if point not in _problems:
-        _problems[point] = f"policy {name!r} is still being loaded"
+    return _problems.get(point, f"policy {name!r} is still being loaded")
+
+
+def load_all() -> None:
+    """Create each installed policy once; `problem_of` then knows why one cannot be used.
+
+    For a thread: an import or a constructor may take long. One that never returns stops the thread that asked
+    first.
+    """
+    for name, point in sorted(plugins(GROUP).items()):
+        if point in _loaded:
+            continue
+        _loaded.add(point)
         try:
             load(name)
         except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
             _problems[point] = str(error)
         else:
             _problems[point] = ""
-    return _problems[point]
-
-
-def load_all() -> dict[str, str]:
-    """Create each installed policy once; return by name why it cannot be used (empty: it can)."""
-    return {name: problem_of(name) for name in names()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,10 +119,12 @@ def watched_calls(
     on_late: Callable[[object], None],
     on_hung: Callable[[object, float], None],
     hung_s: float = HUNG_S,
+    thread_of: Callable[[object], int] | None = None,
 ) -> Iterator[None]:
-    """Watch calls that this thread makes during the block, if it is in a block of `watched_loop`.
+    """Watch calls during the block, if it is in a block of `watched_loop`.
 
-    `current` returns the call in progress, an object of its own for each, or None. A call is timed while the
+    `current` returns the call in progress, an object of its own for each, or None; `thread_of` the native id
+    of the thread that makes it (None: this one makes all). A call is timed while the
     process runs and without the time in which its thread waited for a core: a process that was stopped, or a
     busy machine, makes no call late. `on_late` is called in the watching thread after LATE_S, `on_hung` with
     the seconds after `hung_s`.
@@ -131,7 +133,8 @@ def watched_calls(
         yield
         return
     stopped = threading.Event()
-    arguments = (stopped, threading.get_native_id(), hung_s, current, on_late, on_hung)
+    own_id = threading.get_native_id()
+    arguments = (stopped, thread_of or (lambda _: own_id), hung_s, current, on_late, on_hung)
     # A daemon: it must not keep a process alive whose main thread has ended.
     thread = threading.Thread(target=_watch_calls, args=arguments, name="watchdog", daemon=True)
     thread.start()
@@ -144,7 +147,7 @@ def watched_calls(
 
 def _watch_calls(
     stopped: threading.Event,
-    thread_id: int,
+    thread_of: Callable[[object], int],
     hung_s: float,
     current: Callable[[], object | None],
     on_late: Callable[[object], None],
@@ -154,7 +157,8 @@ def _watch_calls(
     own_s = seen_s = waited_s = 0.0
     while not stopped.wait(_BEAT_S):
         call = current()
-        now_s, now_waited_s = time.monotonic(), waited_for_core_s(thread_id)
+        now_s = time.monotonic()
+        now_waited_s = 0.0 if call is None else waited_for_core_s(thread_of(call))
         if call is None or call is not last:
             own_s = 0.0
         else:

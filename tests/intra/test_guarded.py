@@ -118,6 +118,25 @@ def test_ranks_are_of_one_length() -> None:
     assert "not what IntraPolicy.rank returns" in order.mistake
 
 
+def test_a_flag_in_a_rank_is_a_number() -> None:
+    class Prefilling(Fcfs):
+        def rank(self, job: JobView) -> Rank:
+            return (job.phase is Phase.PREFILL, job.arrival)
+
+    order = guard(Prefilling())
+    assert order.rank(JOB) == (0, 7) and not order.mistake
+
+
+def test_a_wrong_rank_is_shown() -> None:
+    class Alike(Fcfs):
+        def rank(self, job: JobView) -> Rank:
+            return (1, 2)
+
+    order = guard(Alike())
+    order.rank(JOB)
+    assert order.mistake == "rank: not what IntraPolicy.rank returns: (1, 2)"
+
+
 def test_late_answers_in_a_row_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(x * 0.1 for x in range(100))
     monkeypatch.setattr("tailrace.intra.guarded.time.perf_counter", lambda: next(times))
@@ -170,7 +189,8 @@ def test_a_question_of_another_thread_does_not_hide_the_one_that_hangs() -> None
     try:
         assert asked.wait(60)
         order.demoted(JOB)
-        assert order_asked() == Asked("mine", "rank") and order_asked() is order_asked()
+        assert order_asked() == Asked("mine", "rank", thread.native_id or 0)
+        assert order_asked() is order_asked()
     finally:
         going.set()
         thread.join()

@@ -87,6 +87,7 @@ def test_an_unusable_policy_is_not_activated_and_listed_with_the_reason(name: st
     # A scheduler's membership listener calls this: an exception would end the watch of etcd.
     active.follow(PolicyRecord(name=name), Slo())
     assert active.name == "good" and active.policy is before
+    registry.load_all()
     summaries = {info.name: info.summary for info in policy_infos(PolicyRecord(name="good"), {})}
     assert re.search(message, summaries[name])
 

@@ -73,6 +73,21 @@ def test_an_order_with_a_mistake_costs_its_order_alone(ranks: int, monkeypatch: 
     assert not engine.stats().order_mistake
 
 
+def test_after_a_mistake_requests_are_served_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = {**registry.INTRA_POLICIES, "mine": type("Mine", (Mistaken,), {"ranks": 3})}
+    monkeypatch.setattr(registry, "INTRA_POLICIES", orders)
+    fleet = Fleet(msgspec.structs.replace(SMALL, max_num_seqs=1))
+    fleet.engines[0].set_intra("mine")
+    # The longest first, which that order would serve last; the fourth is one more than it bears.
+    streams = [fleet.submit(0, PROMPT[:length], max_tokens=2) for length in (20, 10, 5, 30)]
+    assert fleet.engines[0].stats().order_mistake
+    ended: list[Stream] = []
+    while len(ended) < len(streams):
+        fleet.clock.advance(1)
+        ended += [stream for stream in streams if not stream.live and stream not in ended]
+    assert ended == streams
+
+
 def test_order_can_change_under_load() -> None:
     fleet = Fleet(small(30))
     streams = submit(fleet, 6)

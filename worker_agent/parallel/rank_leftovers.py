@@ -169,12 +169,16 @@ SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 @contextlib.contextmanager
 def private_sockets() -> Iterator[None]:
-    """Have an engine make its sockets in a folder of this process, unless the environment names one. Raise
-    OSError."""
-    with private_folder("worker") as folder, contextlib.ExitStack() as stack:
-        # In a temporary folder with a long path, vLLM's sockets stay outside: their paths would be too long.
-        with contextlib.suppress(OSError):
+    """Have an engine make its sockets in a folder of this process, unless the environment names one."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(private_folder("worker"))
+            # In a temporary folder with a long path, vLLM's sockets stay outside: their paths would be too
+            # long.
             unix_path(folder, str(uuid.uuid4()))
+        except OSError as error:
+            log.info("sockets of ranks are not in a folder of their own: %s", error)
+        else:
             # One that is gone was this process's own before it ran itself again.
             if not os.path.isdir(os.environ.get(SOCKETS, "")):
                 os.environ[SOCKETS] = str(folder)

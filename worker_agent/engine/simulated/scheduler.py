@@ -86,10 +86,10 @@ class Scheduler:
     def use_policy(self, policy: IntraPolicy | None) -> None:
         """Order requests by this policy from the next step on; None: first come, first served."""
         self.intra = policy
-        waiting = list(self.waiting)
         if policy is None:
-            self._order, self.waiting = None, deque(waiting)
+            self._use_own_order()
             return
+        waiting = list(self.waiting)
         self._order = StepOrder(
             policy,
             self.pool.block_tokens,
@@ -102,6 +102,9 @@ class Scheduler:
         )
         order = self._order
         self.waiting = RankedRequests(order.rank, order.lapses_s, order.lapse, waiting)
+
+    def _use_own_order(self) -> None:
+        self._order, self.waiting = None, deque(sorted(self.waiting, key=lambda each: each.turn.arrival))
 
     def on_host(self, request: Request) -> bool:
         """Return whether the request's KV is in host memory."""
@@ -171,7 +174,7 @@ class Scheduler:
         step = Step()
         self._swap_ms = 0.0
         if self._order is not None and self._order.policy.mistake:
-            self._order, self.waiting = None, deque(self.waiting)
+            self._use_own_order()
         if self._order is None:
             prefill_ms, kv_tokens = self._plan_fcfs(step)
         else:

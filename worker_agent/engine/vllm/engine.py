@@ -163,7 +163,8 @@ class VllmEngine:
             return
         self._dead = reason
         for answer in self._waiting:
-            if not answer.done():
+            # The engine thread may answer meanwhile.
+            with suppress(InvalidStateError):
                 answer.set_exception(EngineRefusal(f"the engine has failed: {reason}"))
         self._sink.on_engine_dead(reason)
 
@@ -398,7 +399,11 @@ class VllmEngine:
                     answer.set_result(result)
 
         def run() -> None:
-            if answer.done() or not answer.set_running_or_notify_cancel():
+            try:
+                if answer.done() or not answer.set_running_or_notify_cancel():
+                    return
+            except RuntimeError:
+                # So a future says that it got its answer meanwhile: the engine was given up.
                 return
             try:
                 command(self._parts, done)
@@ -414,11 +419,13 @@ class VllmEngine:
         future = asyncio.wrap_future(answer)
         try:
             await asyncio.wait({future}, timeout=deadline_s)
+            waited_s = deadline_s
             if not future.done() and not answer.cancel():
                 # It has begun: the caller must hear what it has done, or it would be refused and yet done.
                 await asyncio.wait({future}, timeout=_COMMAND_DEADLINE_S)
+                waited_s += _COMMAND_DEADLINE_S
             if not future.done():
-                raise EngineRefusal(f"the engine did not answer within {deadline_s:.0f} s")
+                raise EngineRefusal(f"the engine did not answer within {waited_s:.0f} s")
             return future.result()
         except (EngineRefusal, KvCorrupt) as error:
             raise raised_anew(error) from None

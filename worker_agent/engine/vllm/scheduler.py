@@ -153,7 +153,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
             self.waiting = RankedQueue(order.rank, order.lapses_s, order.lapse, requests)
             return
         self.waiting = create_request_queue(self.policy)
-        for request in requests:
+        # They come as the last order had them.
+        for request in sorted(requests, key=lambda each: float(each.arrival_time)):
             self.waiting.add_request(request)
 
     def _schedule_in_order(self, order: StepOrder[Request], throttle_prefills: bool) -> SchedulerOutput:
