@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from worker_agent.parallel import rank_leftovers
 from worker_agent.parallel.rank_leftovers import (
     SOCKETS,
     names_of,
@@ -155,8 +156,11 @@ def test_what_is_no_record_is_left_alone(tmp_path: Path) -> None:
 # As a worker with one rank, and with a message queue: killed, or ended.
 _SOCKETS = """
 import os, sys, uuid
+from pathlib import Path
+from worker_agent.parallel import rank_leftovers
 from worker_agent.parallel.rank_leftovers import Record, meeting_file, private_sockets
 from worker_agent.parallel.rank_links import RankLinks
+rank_leftovers._SHARED = Path(os.environ["RECORDS"])
 meeting = f"vllm_dist_{uuid.uuid4().hex}"
 open(os.path.join(os.environ["TMPDIR"], meeting), "w").close()
 Record().write(meeting_file(meeting))
@@ -173,17 +177,19 @@ with private_sockets():
 
 @pytest.mark.vllm
 def test_what_a_killed_worker_left_in_the_temporary_folder_is_removed(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm", reason="the vLLM engine is not installed")
     monkeypatch.delenv(SOCKETS, raising=False)
+    # Not where workers of other tests look for records.
+    monkeypatch.setattr(rank_leftovers, "_SHARED", tmp_path)
     # With a short path, as vLLM's sockets need.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         monkeypatch.setattr(tempfile, "tempdir", name)
         with subprocess.Popen(
             [sys.executable, "-c", _SOCKETS],
-            env=os.environ | {"TMPDIR": name},
+            env=os.environ | {"TMPDIR": name, "RECORDS": str(tmp_path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         ) as process:
