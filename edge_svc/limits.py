@@ -119,13 +119,13 @@ class Limits:
         await self._until_one_ends(tenant, sequences)
         if request.ended:
             return
-        cost_s = _SEQUENCE_S * sequences + _TEXT_BYTE_S * demand.text_bytes + demand.loop_s
+        cost_s = _SEQUENCE_S * sequences + _TEXT_BYTE_S * demand.tokenized_bytes + demand.loop_s
         _raise(await self._pace.wait(tenant.name, cost_s))
         if request.ended:
             return
         _raise(self._meter.begin(tenant, self._clock(), sequences))
         request.sequences = sequences
-        tokens = demand.text_bytes // _BYTES_PER_TOKEN
+        tokens = demand.tokenized_bytes // _BYTES_PER_TOKEN
         request.tokens, request.tokens_if_refused = (tokens, 0) if tokenizes else (0, tokens)
 
     def charge(self, tenant: Tenant, tokens: int) -> None:

@@ -243,7 +243,7 @@ class RequestLimits:
             raise LimitRefusal(HTTPStatus.FORBIDDEN, message)
         account.beams = demand.beams
         account.reserve(demand.sequences)
-        is_large = demand.text_bytes > LARGE_BYTES or demand.loop_s > LARGE_LOOP_S
+        is_large = demand.tokenized_bytes > LARGE_BYTES or demand.loop_s > LARGE_LOOP_S
         if is_large:
 
             async def enter() -> None:

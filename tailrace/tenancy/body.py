@@ -23,6 +23,9 @@ DEFAULT_MAX_TEXT_BYTES: Final = 1 << 20
 """Bytes of text that a request may have without a setting, or more if the model's context is longer."""
 # English takes 4 to 5, and escaped in JSON others take more.
 _TEXT_BYTES_PER_TOKEN: Final = 16
+# Bodies' worth of text that a query with its documents may come to: a query of 8,192 tokens with a thousand
+# documents is tokenized as 32 MiB.
+_REPEATS: Final = 64
 MAX_BAD_WORDS_BYTES: Final = 8 << 10
 """Bytes of `bad_words` as sent: vLLM takes 1,024 tokens of them, but counts them when it has them."""
 URLENCODED: Final = "application/x-www-form-urlencoded"
@@ -95,8 +98,7 @@ def judge(
 
     def too_much_text(size: int) -> LimitRefusal:
         besides = " besides images and other media" if takes_media else ""
-        repeated = ", with its query for each document" if size > len(body) else ""
-        message = f"A request's body may have at most {max_text_bytes} bytes{besides}, not {size}{repeated}."
+        message = f"A request's body may have at most {max_text_bytes} bytes{besides}, not {size}."
         return LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
 
     if body.count(b",") > max_text_bytes:
@@ -111,6 +113,10 @@ def judge(
         raise LimitRefusal(HTTPStatus.BAD_REQUEST, message) from None
     if demand.text_bytes > max_text_bytes:
         raise too_much_text(demand.text_bytes)
+    if demand.repeated_bytes > _REPEATS * max_text_bytes:
+        most = f"at most {_REPEATS * max_text_bytes} bytes, not {demand.repeated_bytes}"
+        message = f"A request's query, once for each of its documents, may have {most}."
+        raise LimitRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
     if demand.messages > max_messages:
         message = f"A request may have at most {max_messages} messages, content parts and tools."
         raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)

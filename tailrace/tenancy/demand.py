@@ -59,9 +59,10 @@ class Demand:
     """The amounts that limits count."""
 
     model: str | None = None
-    # Bytes as sent, without images and other media; a query once more for each of its documents, which vLLM
-    # tokenizes with it.
+    # Bytes as sent, without images and other media.
     text_bytes: int = 0
+    # Bytes of a query for each of its documents but one: vLLM tokenizes it with each.
+    repeated_bytes: int = 0
     # Messages of a chat, content parts of them and of the system prompt, and tools; of more than are allowed,
     # one more than that.
     messages: int = 0
@@ -75,6 +76,11 @@ class Demand:
     bad_words_bytes: int = 0
     # Estimated seconds for which it occupies the event loop, before anything is generated.
     loop_s: float = 0.0
+
+    @property
+    def tokenized_bytes(self) -> int:
+        """Return how many bytes of text vLLM tokenizes."""
+        return self.text_bytes + self.repeated_bytes
 
 
 class _Fields(msgspec.Struct):
@@ -168,7 +174,8 @@ def demand_of(body: bytes, max_messages: int, max_sequences: int) -> Demand:
     loop_s += counted * _ITEM_S + sequences * SEQUENCE_LOOP_S
     return Demand(
         model if isinstance(model, str) else None,
-        len(body) - media_bytes + repeated_bytes,
+        len(body) - media_bytes,
+        repeated_bytes,
         min(counted, max_messages + 1),
         sequences,
         media_bytes > 0,
@@ -180,7 +187,7 @@ def demand_of(body: bytes, max_messages: int, max_sequences: int) -> Demand:
 
 def _scored(fields: _Fields, most: int) -> tuple[int, int]:
     """Return the number of queries and documents, of each `most` + 1 if there are more, and the bytes of a
-    query beyond those that are sent: it is scored with each document. (0, 0) without a query."""
+    query's text beyond those that are sent: it is scored with each document. (0, 0) without a query."""
     queries = [raw for raw in (fields.query, fields.queries, fields.data_1, fields.text_1) if bytes(raw)]
     if not queries:
         return 0, 0
@@ -189,7 +196,11 @@ def _scored(fields: _Fields, most: int) -> tuple[int, int]:
     documents = sum(
         len(_items(raw, most)) for raw in (fields.documents, fields.items, fields.data_2, fields.text_2)
     )
-    single_bytes = sum(len(bytes(raw)) for raw, count in zip(queries, several, strict=True) if count <= 1)
+    single_bytes = sum(
+        len(bytes(raw)) - _content(_items(raw, most) or [raw], most)[1]
+        for raw, count in zip(queries, several, strict=True)
+        if count <= 1
+    )
     return sum(several) + documents, single_bytes * max(0, documents - 1)
 
 

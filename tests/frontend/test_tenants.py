@@ -336,7 +336,7 @@ async def test_sequences_count_and_not_requests(admission: AdmissionClient) -> N
         ({"max_bodies_bytes": 60}, {"prompt": "x" * 60}, 429, "bytes of request bodies"),
         ({}, b'{"n": NaN}', 400, "JSON"),
         ({"max_sequences": 8}, {"query": "q", "documents": ["a"] * 9}, 400, "queries and documents"),
-        ({"max_text_bytes": 60}, {"query": "x" * 20, "documents": ["a"] * 3}, 413, "for each document"),
+        ({"max_text_bytes": 2_000}, {"query": "x" * 1_000, "documents": ["a"] * 150}, 413, "its documents"),
         ({}, {"bad_words": ["a" * 5_000] * 2}, 400, "bad_words may have at most 8192 bytes"),
     ],
 )

@@ -80,17 +80,21 @@ def test_only_media_that_vllm_does_not_tokenize_is_no_text() -> None:
         assert text_bytes(text) > 10_000
 
 
-def test_query_is_text_once_for_each_document() -> None:
-    def text_bytes(**fields: object) -> int:
-        return demand_of(json.dumps(fields).encode(), 1_000, 1_000).text_bytes
+def test_query_is_tokenized_once_for_each_document() -> None:
+    def repeated_bytes(**fields: object) -> int:
+        found = demand_of(json.dumps(fields).encode(), 1_000, 1_000)
+        assert found.tokenized_bytes == found.text_bytes + found.repeated_bytes
+        return found.repeated_bytes
 
     query = "x" * 1_000
-    one = text_bytes(query=query, documents=["a"])
-    assert one < 1_100
-    assert text_bytes(query=query, documents=["a"] * 10) > one + 9_000
-    assert text_bytes(queries=[query], documents=["a"] * 10) > one + 9_000
+    assert repeated_bytes(query=query, documents=["a"]) == 0
+    assert repeated_bytes(query=query, documents=["a"] * 10) == 9 * len(json.dumps(query))
+    assert repeated_bytes(queries=[query], documents=["a"] * 10) == 9 * len(json.dumps([query]))
     # Each of several has one document.
-    assert text_bytes(queries=[query] * 10, documents=["a"] * 10) < 10_500
+    assert repeated_bytes(queries=[query] * 10, documents=["a"] * 10) == 0
+    image = {"content": [{"type": "image_url", "image_url": {"url": query}}]}
+    for seen in (image, [image]):
+        assert 0 < repeated_bytes(data_1=seen, data_2=["a"] * 10) < 500
 
 
 def test_last_of_equal_names_counts_as_in_vllm() -> None:
