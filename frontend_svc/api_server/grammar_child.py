@@ -80,17 +80,19 @@ def check_apart(check: Callable[[], Verdict], connection: Connection | None = No
     _, status = os.waitpid(pid, 0)
     if verdict is not None:
         return verdict
-    return LATE if is_late else too_large(_exceeded(os.waitstatus_to_exitcode(status)))
+    exceeded = "" if is_late else _exceeded(os.waitstatus_to_exitcode(status))
+    return too_large(exceeded) if exceeded else LATE
 
 
 def _exceeded(exit_code: int) -> str:
-    """Return which bound a process exceeded that ended with this code."""
+    """Return which bound a process exceeded that ended with this code; empty if something else ended it, such
+    as a machine without memory."""
     if exit_code == -signal.SIGPROF:
         return f"{CPU_S} s of CPU time"
     if exit_code in (-signal.SIGSEGV, -signal.SIGBUS):
         return f"{STACK_BYTES >> 20} MiB of stack"
-    # An allocation that fails in a thread of the compiler ends the process by SIGABRT.
-    return f"{MEMORY_BYTES >> 20} MiB of memory"
+    # An allocation that fails in a thread of the compiler.
+    return f"{MEMORY_BYTES >> 20} MiB of memory" if exit_code == -signal.SIGABRT else ""
 
 
 def _bound_process() -> None:
@@ -112,7 +114,10 @@ def _on_bounded_stack(check: Callable[[], Verdict]) -> Verdict:
             verdicts.append(check())
         except MemoryError:
             verdicts.append(too_large(f"{MEMORY_BYTES >> 20} MiB of memory"))
-        # Whatever vLLM and the backends raise, the grammar is at fault.
+        # The machine is at fault.
+        except OSError:
+            verdicts.append(LATE)
+        # Whatever else vLLM and the backends raise, the grammar is at fault.
         except Exception as error:  # noqa: BLE001
             verdicts.append(Verdict(INVALID, str(error)))
 

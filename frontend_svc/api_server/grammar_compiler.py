@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from copy import copy
+from errno import EAGAIN
 from typing import Final
 
 from vllm.config import VllmConfig
@@ -35,7 +37,7 @@ class GrammarCompiler:
             self.check(StructuredOutputsParams(json=_WARM_UP))
 
     def check(self, params: StructuredOutputsParams) -> Verdict:
-        """Validate and compile. Raise MemoryError, or what vLLM raises at an invalid grammar."""
+        """Validate and compile. Raise MemoryError, OSError, or what vLLM raises at an invalid grammar."""
         # An engine compiles all grammars with the backend of the first that it got, which is this one mostly,
         # even where vLLM's validation chooses another. That one is not asked first: where memory is short in
         # it, vLLM tries another backend, too. The others have bounds of their own, or do all in validation.
@@ -55,7 +57,7 @@ class GrammarCompiler:
         )
 
     def _compile(self, params: StructuredOutputsParams) -> str:
-        """Return why a grammar does not compile; empty if it does. Raise MemoryError."""
+        """Return why a grammar does not compile; empty if it does. Raise MemoryError or OSError."""
         try:
             kind, text = get_structured_output_key(params)
             if kind == StructuredOutputOptions.CHOICE:
@@ -65,5 +67,8 @@ class GrammarCompiler:
         except Exception as error:
             if isinstance(error, MemoryError) or "bad_alloc" in str(error):
                 raise MemoryError from error
+            # Of a thread that does not start.
+            if isinstance(error, OSError) or os.strerror(EAGAIN) in str(error):
+                raise OSError from error
             return str(error) or type(error).__name__
         return ""

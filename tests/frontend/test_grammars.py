@@ -161,6 +161,15 @@ def crash() -> Verdict:
     return Verdict()
 
 
+def end() -> Verdict:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Verdict()
+
+
+def start_no_thread() -> Verdict:
+    raise BlockingIOError
+
+
 def raise_error() -> Verdict:
     raise ValueError("not a grammar")
 
@@ -172,6 +181,8 @@ def raise_error() -> Verdict:
         (take_memory, TOO_LARGE, "1024 MiB of memory"),
         (crash, TOO_LARGE, "4 MiB of stack"),
         (raise_error, INVALID, "not a grammar"),
+        (end, 503, "in time"),
+        (start_no_thread, 503, "in time"),
         (Verdict, 0, ""),
     ],
 )
