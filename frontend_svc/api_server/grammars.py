@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 # Backends that compile in C++ without bounds: vLLM's default, which falls back to others, and what it tries.
 _BACKENDS: Final = ("auto", "xgrammar")
-MAX_WAITING: Final = 64
+MAX_WAITING: Final = 1_024
 """New grammars of one tenant that may wait. Its turn comes after one of each other tenant."""
 # Longest wait for a turn, and for a process to import vLLM.
 _WAIT_S: Final = 60.0
