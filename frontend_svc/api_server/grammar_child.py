@@ -103,6 +103,9 @@ def _bound_process() -> None:
     # Counts the time of all threads, like RLIMIT_CPU, but from now on.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    # In case nobody is left who would end it.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, CHECK_S)
 
 
 def _on_bounded_stack(check: Callable[[], Verdict]) -> Verdict:

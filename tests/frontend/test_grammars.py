@@ -170,6 +170,18 @@ def start_no_thread() -> Verdict:
     raise BlockingIOError
 
 
+def end_of_forgotten() -> int:
+    """Return how a bounded process ends that nobody ends."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            grammar_child._bound_process()
+            wait()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def raise_error() -> Verdict:
     raise ValueError("not a grammar")
 
@@ -198,6 +210,11 @@ async def test_check_that_waits_for_something_else_is_late(monkeypatch: pytest.M
     monkeypatch.setattr(grammar_child, "CHECK_S", 0.1)
     verdict = check_apart(wait)
     assert verdict.status == 503 and not verdict.is_final
+
+
+async def test_check_that_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_child, "CHECK_S", 0.1)
+    assert end_of_forgotten() == -signal.SIGALRM
 
 
 async def test_process_that_ends_is_replaced(grammars: Grammars) -> None:
@@ -235,14 +252,18 @@ async def test_end_does_not_wait_for_a_process_that_starts(config: VllmConfig) -
 
 
 async def test_event_loop_goes_on(grammars: Grammars) -> None:
-    """Most of the loop's steps come while the grammar is compiled, which takes hundreds of milliseconds."""
-    asked = asyncio.create_task(checked(grammars, json=optional(60)))
-    steps = 0
-    while not asked.done():
-        await asyncio.sleep(0.001)
-        steps += 1
+    await checked(grammars, regex="known")
+    assert grammars._process is not None
+    pid = grammars._process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        asked = asyncio.create_task(checked(grammars, regex="new"))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not asked.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
     await asked
-    assert steps > 20
 
 
 class Checks:
