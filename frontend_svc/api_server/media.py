@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from PIL import Image
 from vllm import envs
+from vllm.multimodal import image as image_module
 from vllm.multimodal.media.connector import global_thread_pool
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import BaseRenderer
@@ -26,6 +27,8 @@ from tailrace.tenancy.keys import Tenant
 # Of vLLM for one image, in versions without the setting.
 _MAX_PIXELS: Final = 178_956_970
 _TOO_MANY_PIXELS: Final = 1 << 62
+# vLLM's opens no formats whose readers run other programs. Versions without it open all.
+_open: Final = getattr(image_module, "open_image", Image.open)
 
 
 def keep_media_apart(renderer: BaseRenderer) -> None:
@@ -70,7 +73,7 @@ def bound_images() -> None:
 def _pixels(data: bytes) -> int:
     """Return the size of an image by its header; 0 if it has none, as vLLM will say."""
     try:
-        with Image.open(BytesIO(data)) as image:
+        with _open(BytesIO(data)) as image:
             return int(image.width * image.height)
     except Image.DecompressionBombError:
         # Of which vLLM would make 500.
