@@ -27,6 +27,8 @@ from tailrace.tenancy.keys import Tenant
 # Of vLLM for one image, in versions without the setting.
 _MAX_PIXELS: Final = 178_956_970
 _TOO_MANY_PIXELS: Final = 1 << 62
+# So many of the largest images may a request have: 2 GiB in memory, or 14 photos of 48 megapixels.
+_LARGEST: Final = 4
 # vLLM's opens no formats whose readers run other programs. Versions without it open all.
 _open: Final = getattr(image_module, "open_image", Image.open)
 
@@ -48,13 +50,13 @@ def keep_media_apart(renderer: BaseRenderer) -> None:
 
 
 def bound_images() -> None:
-    """Have a request's images refused that together have more pixels than vLLM allows one of them: some
-    kilobytes become half a gigabyte, before vLLM counts how many there are."""
+    """Have a request's images refused that together have more pixels than four of the largest that vLLM
+    allows: some kilobytes become half a gigabyte, before vLLM counts how many there are."""
     load_bytes, counting = ImageMediaIO.load_bytes, Lock()
 
     def bounded(self: Any, data: bytes) -> Any:
         account = account_of_task.get()
-        most = getattr(envs, "VLLM_MAX_IMAGE_PIXELS", _MAX_PIXELS)
+        most = _LARGEST * getattr(envs, "VLLM_MAX_IMAGE_PIXELS", _MAX_PIXELS)
         if account is not None and most > 0:
             pixels = _pixels(data)
             # A request's images are read in several threads.
@@ -63,7 +65,7 @@ def bound_images() -> None:
                 in_all = account.pixels
             if in_all > most:
                 # Of which vLLM makes 400.
-                raise ValueError(f"The images of a request may have at most {most} pixels in all.")
+                raise ValueError(f"The images of a request may have at most {most} pixels in total.")
         return load_bytes(self, data)
 
     ImageMediaIO.load_bytes = bounded

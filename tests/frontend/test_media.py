@@ -206,10 +206,10 @@ def test_images_of_a_request_are_bounded_together(monkeypatch: pytest.MonkeyPatc
         return await asyncio.gather(*(fetch(url) for _ in range(count)))
 
     for tenant in (None, A):
-        assert [image.media.size for image in as_tenant(tenant, several, 2)] == [(60, 60)] * 2
-    with pytest.raises(ValueError, match="at most 10000 pixels in all"):
-        as_tenant(A, several, 3)
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="at most 10000 pixels in all"):
+        assert [image.media.size for image in as_tenant(tenant, several, 11)] == [(60, 60)] * 11
+    with pytest.raises(ValueError, match="at most 40000 pixels in total"):
+        as_tenant(A, several, 12)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="at most 40000 pixels in total"):
         # Pillow itself refuses one of more than twice as many.
         patch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)
         as_tenant(A, several, 1)
