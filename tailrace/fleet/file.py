@@ -590,7 +590,7 @@ def _check(fleet: Fleet) -> None:
         raise FleetError(f"traces: {shown(fleet.traces)} is not monitor, none or http://HOST:PORT")
     for _, address in fleet.users:
         open_to_all = exposed([address]) and not (fleet.keys or fleet.insecure_for("frontend"))
-        if open_to_all and (fleet.http or "api-key" not in fleet.model.flags):
+        if open_to_all and (fleet.http or not _asks_users(fleet)):
             raise FleetError(f"keys: users on other machines reach {address}: name a file of keys")
     if hosts:
         _check_hosts(fleet)
@@ -599,6 +599,13 @@ def _check(fleet: Fleet) -> None:
     if len({":" in name for name in fleet.etcd}) > 1:
         raise FleetError("etcd: names of hosts and addresses do not go together")
     _check_policy(fleet)
+
+
+def _asks_users(fleet: Fleet) -> bool:
+    """Return whether vLLM's own API server asks users for a key or a certificate."""
+    flags = {name.lstrip("-").replace("_", "-"): value for name, value in fleet.model.flags.items()}
+    has_key = "api-key" in flags or fleet.environment.get("VLLM_API_KEY")
+    return bool(has_key) or str(flags.get("ssl-cert-reqs")) == "2"
 
 
 def _check_models(fleet: Fleet) -> None:

@@ -111,6 +111,21 @@ def test_an_error_names_the_field(tmp_path: Path, place: str, value: Any, messag
     assert str(caught.value).startswith(f"{path}: {message}")
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("environment", {"VLLM_API_KEY": "a"}),
+        ("models.0.flags", {"api_key": "a"}),
+        ("models.0.flags", {"ssl-cert-reqs": 2}),
+    ],
+)
+def test_vllms_own_protection_needs_no_file_of_keys(tmp_path: Path, place: str, value: Any) -> None:
+    without = changed(changed(TWO_HOSTS, "keys", None), "insecure", True)
+    read_fleet(write(tmp_path, changed(without, place, value)))
+    with pytest.raises(FleetError, match="name a file of keys"):
+        read_fleet(write(tmp_path, without))
+
+
 @pytest.mark.parametrize(("http", "noted"), [("127.0.0.1:80", True), ("0.0.0.0:80", False)])
 def test_loopback_on_several_hosts_is_noted(tmp_path: Path, http: str, noted: bool) -> None:
     model = {"model": "org/model", "engine": "simulated", "http": http}
