@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from tailrace.tenancy.demand import NotAnObject, demand_of
+from tailrace.tenancy.demand import NotAnObject, _listed_objects, demand_of
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -125,6 +125,12 @@ def test_estimate_grows_with_what_vllm_has_to_do() -> None:
     ]
     for large in larger:
         assert loop_s(**large) > 0.005
+
+
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_objects_are_counted_between_images(size: int) -> None:
+    body = json.dumps({"images": [{"url": "x" * size}] * 300, "tools": [{}] * 300}, indent=1).encode()
+    assert _listed_objects(body) == 600
 
 
 def test_text_has_no_objects() -> None:
