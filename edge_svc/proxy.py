@@ -63,13 +63,13 @@ class Proxy:
     def present(self, own: Credentials) -> None:
         """Show this certificate to front ends from now on, and trust its authorities. Raise OSError."""
         self._tls = True
-        texts = (each.decode() for each in (own.certificate, own.key, own.authorities))
+        texts = (_text(each) for each in (own.certificate, own.key, own.authorities))
         for name, content in secrets(*texts).items():
             self._write(self._folder / name, content)
 
     def present_to_users(self, https: Https) -> None:
         """Show this certificate to users from now on. Raise OSError."""
-        for name, content in users_secret(https.chain.decode(), https.key.decode()).items():
+        for name, content in users_secret(_text(https.chain), _text(https.key)).items():
             self._write(self._folder / name, content)
 
     @asynccontextmanager
@@ -127,6 +127,11 @@ class Proxy:
         partial.write_text(text)
         partial.replace(path)
         self._written[path] = text
+
+
+def _text(pem: bytes) -> str:
+    """Return the text of a file whose comments may have any encoding."""
+    return pem.decode(errors="replace")
 
 
 async def _post(admin: ClientSession, path: str) -> None:

@@ -8,6 +8,8 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import h2.connection
 import h2.events
@@ -59,6 +61,12 @@ async def proxied(
     finally:
         await own.cleanup()
         await server.cleanup()
+
+
+def test_comments_of_certificates_may_have_any_encoding(tmp_path: Path) -> None:
+    https: Any = SimpleNamespace(chain=b"# Z\xfcrich\n-----BEGIN", key=b"-----BEGIN")
+    Proxy(tmp_path / "envoy", tmp_path, 1).present_to_users(https)
+    assert any("rich" in file.read_text() for file in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/v1/completions", "/health"])
