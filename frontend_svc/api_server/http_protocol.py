@@ -3,7 +3,7 @@ how many wait for another one.
 
 uvicorn's own options for this (`h11_*`) apply to its slower protocol only. A client needs no key for any of
 it: what is over a bound is answered with 400, 408 or 431 in OpenAI's error format, and the connection closed;
-a request for a web socket, which would have none, with 403.
+a request for a WebSocket, which would have none, with 403.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _OverBound
         single = [name for name, _ in self.headers if name in SINGLE_HEADERS]
         if repeated := next((name for name in single if single.count(name) > 1), b""):
-            self._problem = f"A request may have one header field {repeated.decode()}."
+            self._problem = f"Only one {repeated.decode().title()} header is allowed."
             raise _OverBound
         if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
             # uvicorn would hand the connection to another protocol, which has no bounds.

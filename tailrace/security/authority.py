@@ -225,7 +225,7 @@ class _Signer:
         except (OSError, ValueError, TypeError) as error:
             raise AuthorityProblem(f"{folder}: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise AuthorityProblem(f"{folder}: {name}.key is no key of an elliptic curve")
+            raise AuthorityProblem(f"{folder}: {name}.key is not an elliptic-curve key")
         # One that precedes the key's has no key: writing it was interrupted, and it has signed nothing.
         while trusted and trusted[0].public_key() != key.public_key():
             del trusted[0]

@@ -6,7 +6,7 @@ import json
 from http import HTTPStatus
 from typing import Final
 
-NO_WEB_SOCKETS: Final = "Web sockets are not served: a worker takes complete prompts alone."
+NO_WEB_SOCKETS: Final = "WebSockets are not served: a worker takes complete prompts alone."
 """Why a request for one is refused. vLLM's route for them, `/v1/realtime`, sends a prompt in parts."""
 
 

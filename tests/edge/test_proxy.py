@@ -1,4 +1,4 @@
-"""What the proxy does with web sockets, and with answers that nobody reads: a real one, before a server of
+"""What the proxy does with WebSockets, and with answers that nobody reads: a real one, before a server of
 the test."""
 
 from __future__ import annotations

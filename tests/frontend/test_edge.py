@@ -280,7 +280,7 @@ async def test_header_of_which_there_may_be_one_is_refused_twice(
         connection.send(GET + f"{name}: 1\r\nX-A: 1\r\nX-A: 1\r\n{name.upper()}: 1\r\n\r\nb".encode())
         status, reason = await connection.refusal()
         # The parser itself refuses two lengths.
-        assert status == 400 and (reason.endswith(f"{name.lower()}.") or name == "content-length")
+        assert status == 400 and (f" {name} header" in reason or name == "content-length")
 
 
 async def ask(content: bytes | str, path: str = "/v1/completions", **headers: str) -> httpx.Response:

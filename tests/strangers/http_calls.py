@@ -125,7 +125,7 @@ class Rules:
 
     def is_open(self, request: HttpRequest) -> bool:
         """Return whether the request may be answered without a key."""
-        # HEAD is GET without a body, and a server without web sockets ignores the upgrade.
+        # HEAD is GET without a body, and a server without WebSockets ignores the upgrade.
         method = "GET" if request.method == "HEAD" else request.method
         if method == WEBSOCKET and self.tells_what_is_not_served:
             method = "GET"

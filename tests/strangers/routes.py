@@ -20,7 +20,7 @@ _LIST_S: Final = 120.0
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A path of the app and its declared methods, of which a mounted app and a web socket have none."""
+    """A path of the app and its declared methods, of which a mounted app and a WebSocket have none."""
 
     path: str
     methods: tuple[str, ...]
