@@ -201,7 +201,9 @@ def raise_error() -> Verdict:
 async def test_each_bound_has_its_refusal(
     monkeypatch: pytest.MonkeyPatch, check: Any, status: int, message: str
 ) -> None:
-    monkeypatch.setattr(grammar_child, "CPU_S", 1)
+    # The others must meet theirs first, on any machine.
+    monkeypatch.setattr(grammar_child, "CPU_S", 1 if check is occupy_cpu else 100)
+    monkeypatch.setattr(grammar_child, "CHECK_S", 100.0)
     verdict = check_apart(check)
     assert verdict.status == status and message in verdict.message
 
