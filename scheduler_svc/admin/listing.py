@@ -148,13 +148,15 @@ def policy_infos(active: PolicyRecord, values: Mapping[str, Value]) -> list[admi
         name = active.name if is_active else installed
         info = admin_pb2.PolicyInfo(name=name, active=is_active)
         info.suspended = active.suspended if info.active else ""
-        info.summary = registry.problem_of(installed)
+        # The one in force has been loaded, whatever is known of others yet.
+        in_force = is_active and not active.suspended
+        info.summary = "" if in_force else registry.problem_of(installed)
         if not info.summary:
             choice = registry.choose(name)
             declared = registry.declared_parameters(choice.policy, choice.order)
             info.summary = choice.policy.summary
-            in_force = values if info.active else {}
-            info.parameters.extend(_parameter(p, in_force.get(p.name)) for p in declared)
+            given = values if info.active else {}
+            info.parameters.extend(_parameter(p, given.get(p.name)) for p in declared)
             info.batch_order = choice.order
         infos.append(info)
     return infos
