@@ -204,14 +204,6 @@ async def follow_certificate(credentials: CredentialFolder, proxy: Proxy) -> Non
         proxy.present(await asyncio.to_thread(credentials.current))
 
 
-async def follow_users_certificate(https: Https, proxy: Proxy) -> None:
-    """Show users the certificate of the files as they change; run until cancelled. Raise OSError."""
-    while True:
-        await asyncio.sleep(_CERTIFICATE_S)
-        await asyncio.to_thread(https.refresh)
-        proxy.present_to_users(https)
-
-
 async def serve(
     common: CommonOptions,
     settings: Settings,
@@ -246,7 +238,7 @@ async def serve(
             loops["certificate"] = lambda: follow_certificate(credentials, proxy)
         if https is not None:
             proxy.present_to_users(https)
-            loops["users' certificate"] = lambda: follow_users_certificate(https, proxy)
+            loops["users' certificate"] = lambda: https.follow(lambda: proxy.present_to_users(https))
         await follower.route()
         await stack.enter_async_context(supervised(loops))
         waker = Waker(follower, settings.bounds.start_wait_s)

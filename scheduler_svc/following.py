@@ -145,8 +145,8 @@ class Following:
         A policy whose call took more than a second is suspended when the call returns. If a call does not
         return within three, this process runs again, with the policy suspended from its beginning: a call
         cannot be ended in any other way. Neither happens without a watchdog (TAILRACE_WATCHDOG_S=0), nor
-        while a call holds the interpreter's lock: then the process ends after
-        four times the watchdog's timeout.
+        while a call holds the interpreter's lock: then the process ends after four times the watchdog's
+        timeout.
         """
         return watched_calls(self._current_call, self._on_late, self._on_hung)
 

@@ -123,10 +123,13 @@ class IntraSwitch:
         return (ENGINE_ORDER, NO_PARAMETERS), {}
 
     def _loaded(self, record: PolicyRecord | None, slo: Slo) -> asyncio.Future[_Requested]:
-        """Load what is asked for, unless that is being loaded: a package that is imported may take long, in
-        which front ends would give up this worker, or never return, which costs one thread."""
-        if self._loading is not None and self._loading[0] == (record, slo) and not self._loading[1].done():
-            return self._loading[1]
+        """Load what is asked for, unless that is loaded or being loaded: a package that is imported may take
+        long, in which front ends would give up this worker, or never return, which costs one thread."""
+        if self._loading is not None and self._loading[0] == (record, slo):
+            loading = self._loading[1]
+            # What could not be loaded may have been installed since.
+            if not loading.done() or loading.exception() is None:
+                return loading
         executor = ThreadPoolExecutor(1, thread_name_prefix="batch-order")
         loading = asyncio.get_running_loop().run_in_executor(executor, self._load, record, slo)
         executor.shutdown(wait=False)

@@ -144,7 +144,10 @@ class WorkerCollector(Collector):
         yield GaugeMetricFamily(
             "tailrace_worker_batch_order_suspended",
             "Workers whose batch order has made a mistake.",
-            value=sum(m.order_hangs() or bool(read().order_mistake) for m, read in self._workers),
+            value=sum(
+                metrics.order_hangs() or bool(one.order_mistake)
+                for (metrics, _), one in zip(self._workers, stats, strict=True)
+            ),
         )
         used, total = sum(s.host_kv_bytes_used for s in stats), sum(s.host_kv_bytes_total for s in stats)
         yield GaugeMetricFamily(

@@ -8,8 +8,8 @@ from typing import Final
 
 CPU_S: Final = 10
 """CPU time of one grammar. With xgrammar 0.2.8 and a vocabulary of 128,000, a schema of 500 properties takes
-2 s, and strings of up to 1,000 characters 6 s. A worker takes as long again, on a
-thread that nothing stops."""
+2 s, and strings of up to 1,000 characters 6 s. A worker takes as long again, on a thread that nothing
+stops."""
 MEMORY_BYTES: Final = 1 << 30
 """Address space of one grammar, besides that of the process. Schemas like these take 120 MiB."""
 STACK_BYTES: Final = 4 << 20

@@ -84,8 +84,7 @@ def load(name: str, *, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo
     return make_policy(name, choice.policy, choice.order, merged, deployment)
 
 
-# Policies that were created or are being created, and what came of those that were.
-_loaded: set[EntryPoint] = set()
+# Of policies that were created, or are being created.
 _problems: dict[EntryPoint, str] = {}
 
 
@@ -94,7 +93,11 @@ def problem_of(name: str) -> str:
     point = plugins(GROUP).get(name)
     if point is None:
         return f"unknown policy {name!r}"
-    return _problems.get(point, f"policy {name!r} is still being loaded")
+    return _problems.get(point, _being_loaded(name))
+
+
+def _being_loaded(name: str) -> str:
+    return f"policy {name!r} is still being loaded"
 
 
 def load_all() -> None:
@@ -104,9 +107,9 @@ def load_all() -> None:
     first.
     """
     for name, point in sorted(plugins(GROUP).items()):
-        if point in _loaded:
+        if point in _problems:
             continue
-        _loaded.add(point)
+        _problems[point] = _being_loaded(name)
         try:
             load(name)
         except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -35,11 +36,13 @@ class Https:
         # Why the files are unusable; empty if they are not.
         self._problem = ""
 
-    async def follow(self) -> None:
-        """Read the files again when they have changed, until cancelled."""
+    async def follow(self, on_read: Callable[[], None] = lambda: None) -> None:
+        """Read the files again when they have changed, and call `on_read` after each look, until cancelled.
+        Raise what it raises."""
         while True:
             await asyncio.sleep(_POLL_S)
             await asyncio.to_thread(self.refresh)
+            on_read()
 
     def refresh(self) -> None:
         """Read the files again if they have changed. Unusable ones change nothing."""

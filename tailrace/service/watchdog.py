@@ -124,10 +124,10 @@ def watched_calls(
     """Watch calls during the block, if it is in a block of `watched_loop`.
 
     `current` returns the call in progress, an object of its own for each, or None; `thread_of` the native id
-    of the thread that makes it (None: this one makes all). A call is timed while the
-    process runs and without the time in which its thread waited for a core: a process that was stopped, or a
-    busy machine, makes no call late. `on_late` is called in the watching thread after LATE_S, `on_hung` with
-    the seconds after `hung_s`.
+    of the thread that makes it (None: this one makes all). A call is timed while the process runs and
+    without the time in which its thread waited for a core: a process that was stopped, or a busy machine,
+    makes no call late. `on_late` is called in the watching thread after LATE_S, `on_hung` with the seconds
+    after `hung_s`.
     """
     if not _watching:
         yield
