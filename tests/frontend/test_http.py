@@ -355,12 +355,21 @@ def test_request_too_large_for_any_worker_is_refused_with_413(front_end: FrontEn
 
 def test_requests_beyond_the_stream_limit_are_refused_with_429(front_end: FrontEndThread) -> None:
     if front_end.front is Front.RUST:
-        pytest.skip("vllm-rs 0.32 lacks n > 1, and answers 500 where frontend_svc gives a reason")
+        pytest.skip("vllm-rs 0.32 answers 500 where frontend_svc gives a reason")
     body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
-    # More than some twenty would be submitted over time, and the first ones end before the last ones begin.
-    reply = post(front_end, "/v1/completions", {**body, "n": MAX_STREAMS + 8})
-    assert reply.status_code == 429
-    assert reply.json()["error"]["code"] == 429 and reply.headers["retry-after"] == "2"
+    # None of them ends by itself.
+    open_ones = {**body, "stream": True, "min_tokens": 1}
+    with ExitStack() as stack:
+        lines = []
+        for _ in range(MAX_STREAMS):
+            url = f"{front_end.url}/v1/completions"
+            reply = stack.enter_context(httpx.stream("POST", url, json=open_ones, timeout=WAIT_S))
+            lines.append(reply.iter_lines())
+            next(lines[-1])
+        for count in (1, 2):
+            refused = post(front_end, "/v1/completions", {**body, "n": count})
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == 429 and refused.headers["retry-after"] == "2"
 
     def status() -> int:
         return post(front_end, "/v1/completions", body).status_code
