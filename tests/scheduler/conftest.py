@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -23,6 +24,7 @@ from tailrace.service.channels import Channels
 from tailrace.service.options import CommonOptions
 from tailrace.service.runtime import Shutdown
 from tailrace.service.server import Servicer, serve_grpc
+from tailrace.store.election import Election
 from tailrace.store.membership import Membership
 from tailrace.store.registration import Registration, register
 from tailrace.store.store import Store
@@ -58,6 +60,8 @@ class Control:
     members: Membership
     stack: contextlib.AsyncExitStack
     channels: Channels
+    # After which a monitor takes an instance that does not report for silent.
+    silence_s: float
     workers: dict[str, Worker] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     shutdowns: dict[str, Shutdown] = field(default_factory=dict)
@@ -74,10 +78,11 @@ class Control:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def start_monitor(self, name: str = "monitor") -> None:
+    async def start_monitor(self, name: str = "monitor", silence_s: float | None = None) -> None:
         """Start a monitor."""
         shutdown = self.shutdowns[name] = Shutdown()
-        serving = monitor_main.serve(self.options("monitor", name), 2.0, 1_000, shutdown)
+        silence_s = silence_s or self.silence_s
+        serving = monitor_main.serve(self.options("monitor", name), silence_s, 1_000, shutdown)
         await self._start("monitor", name, serving)
 
     async def start_migration(self) -> None:
@@ -136,9 +141,9 @@ class Control:
         """Return a stub of a scheduler."""
         return SchedulerStub(await self.channel("scheduler", name))
 
-    async def report(self, *reports: monitor_pb2.WorkerReport) -> None:
-        """Send reports to the monitor and wait for their acknowledgement."""
-        stub = MonitorStub(await self.channel("monitor", "monitor"))
+    async def report(self, *reports: monitor_pb2.WorkerReport, to: str = "monitor") -> None:
+        """Send reports to a monitor and wait for their acknowledgement."""
+        stub = MonitorStub(await self.channel("monitor", to))
         async for _ in stub.Report(iter(reports), timeout=WAIT_S):
             pass
 
@@ -153,10 +158,35 @@ async def leads(admin: AdminAsyncStub) -> bool:
     return True
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no call of the services to etcd, and of one to another, fail because this machine is busy."""
+    monkeypatch.setattr("tailrace.store.client._DEADLINE_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.admin.in_force.FOLLOW_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.admin.in_force._ANSWER_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.following.ETCD_LAG_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.migrations._OPEN_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.migrations._LIST_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.actuator._CALL_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.actuator._COPY_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.actuator._POOL_TURN_S", WAIT_S)
+
+
 @pytest.fixture
-async def control(etcd: str, cluster: str) -> AsyncIterator[Control]:
-    """Start a cluster on the shared etcd."""
-    async with open_control(etcd, cluster) as opened:
+def silence_s() -> float:
+    """After how long an instance of `control` is silent: in most tests, each reports only once."""
+    return WAIT_S
+
+
+@pytest.fixture
+async def control(
+    etcd: str, cluster: str, silence_s: float, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Control]:
+    """Start a cluster on the shared etcd, whose leaders lead until they resign."""
+    # What is placed and never reported counts all the time, too.
+    monkeypatch.setattr("tailrace.control.reported_instance._PENDING_S", WAIT_S)
+    monkeypatch.setattr("tailrace.service.runtime.Election", partial(Election, ttl_s=WAIT_S))
+    async with open_control(etcd, cluster, silence_s) as opened:
         yield opened
 
 
@@ -174,11 +204,11 @@ async def connect(
 
 
 @contextlib.asynccontextmanager
-async def open_control(etcd: str, cluster: str) -> AsyncIterator[Control]:
+async def open_control(etcd: str, cluster: str, silence_s: float) -> AsyncIterator[Control]:
     """Start a monitor, a migration service, a leading scheduler s1, and workers a and b."""
     async with contextlib.AsyncExitStack() as stack:
         store, members, channels = await connect(stack, etcd, cluster)
-        control = Control(etcd, cluster, store, members, stack, channels)
+        control = Control(etcd, cluster, store, members, stack, channels, silence_s)
         members.add_listener(control._changed.set)
         try:
             # Workers first, so that each service knows them from its start: each watches etcd itself.

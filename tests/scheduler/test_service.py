@@ -555,20 +555,27 @@ async def test_waiting_for_a_drain_ends_when_it_is_undone(control: Control) -> N
     assert caught.value.details() == "a takes new requests again: somebody undrained it"
 
 
+@pytest.mark.parametrize("silence_s", [2.0])
 async def test_a_silent_instance_is_suspect(control: Control) -> None:
     admin, scheduler = await control.admin(), await control.scheduler()
     await until(lambda: _both_active(admin))
-    await control.report(steady("a"), steady("b"))
+    # Knows b without being told that it is silent.
+    await control.start_monitor("second", WAIT_S)
+    await control.report(steady("a"))
+    await control.report(steady("b"), to="second")
 
     async def suspected() -> bool:
-        await control.report(steady("b"))
         return await states(admin) == {"a": SUSPECT, "b": ACTIVE}
 
     await until(suspected)
     arrival = scheduler_pb2.PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
     assert (await place_one(scheduler, arrival)).instance_id == "b"
-    await control.report(steady("a"))
-    await until(lambda: _both_active(admin))
+
+    async def reports_again() -> bool:
+        await control.report(steady("a"))
+        return await _both_active(admin)
+
+    await until(reports_again)
 
 
 async def test_a_withdrawn_instance_disappears_at_once(control: Control) -> None:
@@ -733,7 +740,7 @@ async def test_without_a_monitor_the_last_known_state_is_used(control: Control) 
 
 async def test_an_etcd_outage(tmp_path: Path) -> None:
     """Placing and listing continue, writes are refused; after its return, everything works."""
-    async with local_etcd(tmp_path / "etcd") as etcd, open_control(etcd.endpoint, "c") as control:
+    async with local_etcd(tmp_path / "etcd") as etcd, open_control(etcd.endpoint, "c", 2.0) as control:
         admin, scheduler = await control.admin(), await control.scheduler()
         await report_running(control, admin, "one")
         etcd.kill()
