@@ -32,6 +32,7 @@ from tailrace.telemetry.incidents import UNREADABLE, UNREADABLE_NOW
 from tailrace.v1 import etcd_pb2
 from tests.harness.local_etcd import local_etcd
 from tests.store.waiting import wait_for_members
+from tests.waiting import WAIT_S
 
 
 def instance(name: str, incarnation: str = "1") -> InstanceRecord:
@@ -263,9 +264,11 @@ async def test_a_withdrawn_instance_is_dropped_at_once(store: Store) -> None:
 
 
 async def test_a_vanished_instance_is_suspect_then_dropped(store: Store) -> None:
-    lease = await store.grant_lease(2)
+    lease = await store.grant_lease(WAIT_S)
     await store.put_leased("instances/a", encoded("a"), lease)
     members = await Membership.start(store, hold_s=0.3)
+    # As when it expires.
+    await store.revoke_lease(lease)
     await wait_for_members(members, lambda: members.suspects == {"a"})
     assert list(members.instances) == ["a"]
     await wait_for_members(members, lambda: not members.instances)
@@ -313,7 +316,7 @@ async def test_an_unreadable_withdrawal_is_counted_and_none(store: Store) -> Non
 async def test_an_etcd_outage_changes_nothing(tmp_path: Path) -> None:
     async with local_etcd(tmp_path / "etcd") as etcd:
         store = await Store.connect([etcd.endpoint], "c")
-        await register(store, "instances/a", encoded("a"), ttl_s=2)
+        await register(store, "instances/a", encoded("a"))
         await store.put("policy", b'{"name": "round_robin"}')
         members = await Membership.start(store)
         seen: list[tuple[int, int]] = []
@@ -407,8 +410,8 @@ async def test_changes_that_come_together_are_applied_together(
 
     members.add_listener(count)
     names = [f"i{n}" for n in range(200)]
-    for name in names:
-        await store.put(f"pools/{name}", b"decode")
+    # However long each takes.
+    await asyncio.gather(*(store.put(f"pools/{name}", b"decode") for name in names))
     await wait_for_members(members, lambda: len(members.pools) == len(names))
     assert applied < len(names) / 2
     await members.close()
