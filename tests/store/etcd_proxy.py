@@ -19,13 +19,15 @@ _STREAMS = (WATCH, "/etcdserverpb.Lease/LeaseKeepAlive")
 
 
 class EtcdProxy(grpc.GenericRpcHandler):
-    """Forward bytes both ways, except as `lost`, `held` and `silent` specify."""
+    """Forward bytes both ways, except as `lost`, `refused`, `held` and `silent` specify."""
 
     def __init__(self, upstream: grpc.aio.Channel) -> None:
         self._upstream = upstream
         self.endpoint = ""
         # Methods whose next reply is lost after etcd has executed the request.
         self.lost: list[str] = []
+        # Methods whose next request is lost before etcd executes it.
+        self.refused: list[str] = []
         # Methods whose next reply cannot be decoded, after etcd has executed the request.
         self.garbled: list[str] = []
         # Requests to these methods wait until `release` is set, and are forwarded even if the caller left.
@@ -65,6 +67,9 @@ class EtcdProxy(grpc.GenericRpcHandler):
         self.calls.append(path)
         if self.silent.is_set():
             await asyncio.Event().wait()
+        if path in self.refused:
+            self.refused.remove(path)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: the request is lost")
         call = self._upstream.unary_unary(path, request_serializer=bytes, response_deserializer=bytes)
 
         async def forward() -> bytes:
