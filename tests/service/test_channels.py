@@ -51,8 +51,11 @@ async def test_recently_used_channels_are_kept() -> None:
 
 
 @pytest.mark.parametrize("reply", [b"\x0f", b""], ids=["undecodable", "empty"])
-async def test_undecodable_reply_is_an_error_of_the_call(reply: bytes) -> None:
+async def test_undecodable_reply_is_an_error_of_the_call(
+    reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """grpc.aio itself returns None for it."""
+    monkeypatch.setattr("worker_agent.prefixes._PROMPT_S", WAIT_S)
 
     async def prompt(request: object, context: object) -> bytes:
         return reply

@@ -14,7 +14,7 @@ from tests.waiting import WAIT_S
 
 
 async def _probe(*arguments: str) -> Result:
-    return await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    return await asyncio.to_thread(CliRunner().invoke, main, ["--timeout", str(WAIT_S), *arguments])
 
 
 async def test_the_probe_reports_the_health_check() -> None:
@@ -30,7 +30,7 @@ async def test_an_unknown_service_and_an_unreachable_one() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
         unknown = await _probe(server.address, "--service", "tailrace.v1.Nothing")
         address = server.address
-    unreachable = await _probe(address, "--timeout", "1")
+    unreachable = await _probe(address)
     assert (unknown.exit_code, unreachable.exit_code) == (1, 1)
     assert "NOT_FOUND" in unknown.stderr
     assert "UNAVAILABLE" in unreachable.stderr or "DEADLINE_EXCEEDED" in unreachable.stderr
@@ -48,7 +48,8 @@ async def test_http_probe(path: str, code: int) -> None:
 
 async def test_the_probe_runs_as_a_module() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
-        command = [sys.executable, "-m", "tailrace.service.probe", server.address]
+        probe = [sys.executable, "-m", "tailrace.service.probe"]
+        command = [*probe, "--timeout", str(WAIT_S), server.address]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         stdout, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
     assert (process.returncode, stdout) == (0, b"healthy\n")

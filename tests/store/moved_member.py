@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tailrace.store.store import Store, StoreUnavailable
 from tests.store.etcd_proxy import etcd_proxy
 from tests.waiting import WAIT_S
@@ -39,4 +41,6 @@ async def main(hosts: Path, port: str, etcd: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tailrace.store.client._DEADLINE_S", WAIT_S)
+        asyncio.run(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))
