@@ -176,7 +176,13 @@ async def test_calls_without_a_certificate_fail(authority: Authority) -> None:
         await channels.close()
 
 
-async def test_server_with_another_role_is_not_called(authority: Authority) -> None:
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no handshake be given up because this machine is busy."""
+    monkeypatch.setattr("tailrace.security.diagnosis._CONNECT_S", WAIT_S)
+
+
+async def test_server_with_another_role_is_not_called(authority: Authority, patience: None) -> None:
     """As when another process has taken over a worker's address."""
     async with serving(transport(authority, Role.FRONTEND)) as (worker, address):
         own_transport = transport(authority, Role.MIGRATION)
@@ -190,7 +196,9 @@ async def test_server_with_another_role_is_not_called(authority: Authority) -> N
         await channels.close()
 
 
-async def test_handshake_problem_is_explained(authority: Authority, foreign: Authority) -> None:
+async def test_handshake_problem_is_explained(
+    authority: Authority, foreign: Authority, patience: None
+) -> None:
     good = transport(authority, Role.ADMIN, "good").folder.current()
     expired_folder = authority.issue(Identity(Role.ADMIN, "late"), days=EXPIRED_DAYS).folder
     stranger = read_credentials(foreign.issue(Identity(Role.ADMIN, "stranger")).folder)
@@ -214,9 +222,9 @@ async def test_handshake_problem_is_explained(authority: Authority, foreign: Aut
 async def test_health_probe_uses_a_certificate(authority: Authority) -> None:
     own = transport(authority, Role.WORKER)
     async with serving(own) as (_, address):
-        await asyncio.to_thread(check_grpc, address, "", 10.0, own, Role.WORKER)
+        await asyncio.to_thread(check_grpc, address, "", WAIT_S, own, Role.WORKER)
         with pytest.raises(Unhealthy, match="UNAVAILABLE"):
-            await asyncio.to_thread(check_grpc, address, "", 10.0)
+            await asyncio.to_thread(check_grpc, address, "", WAIT_S)
 
 
 async def test_certificate_rotation_interrupts_no_call(authority: Authority) -> None:

@@ -34,6 +34,13 @@ Down = MessageStream[worker_pb2.AttachDown]
 Up = MessageStream[worker_pb2.AttachUp]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no handshake end, nor a refusal be lost, because this machine is busy."""
+    monkeypatch.setattr("tailrace.service.message_stream._HANDSHAKE_S", WAIT_S)
+    monkeypatch.setattr("tailrace.service.message_stream._REFUSED_S", WAIT_S)
+
+
 def message(content: bytes) -> worker_pb2.AttachUp:
     return worker_pb2.AttachUp(submit=worker_pb2.Submit(frames=[content]))
 
