@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from execnet import XSpec
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
@@ -35,10 +35,17 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # the functions do the same.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
-# No deadline: the time of an example depends on the machine.
-settings.register_profile("tailrace", deadline=None)
+# No deadline, and no limit of the time to draw examples: both depend on the machine.
+SLOW = (HealthCheck.too_slow,)
+settings.register_profile("tailrace", deadline=None, suppress_health_check=SLOW)
 # For `make mutants`: no shrinking, since only failure matters, and examples depend only on the seed.
-settings.register_profile("mutants", deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
+settings.register_profile(
+    "mutants",
+    deadline=None,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=SLOW,
+)
 settings.load_profile("tailrace")
 
 
