@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -380,7 +381,8 @@ class Flaky(LeastLoaded):
 
 def test_failures_in_a_row_at_one_point_suspend() -> None:
     policy, reasons = Flaky(), list[str]()
-    guard, active = PolicyGuard(CallLog(), Budgets(failures=3)), Active(policy)
+    # However long an answer takes.
+    guard, active = PolicyGuard(CallLog(), Budgets(call_s=math.inf, failures=3)), Active(policy)
     guard.on_suspend = reasons.append
     tick = QUESTIONS[-1]
     for fails in (True, True, False, True, True):

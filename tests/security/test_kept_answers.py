@@ -95,7 +95,12 @@ async def front_end(members: StaticMembers, name: str, authority: Authority) -> 
 
 
 @pytest.fixture
-async def two(authority: Authority) -> AsyncIterator[tuple[FrontEnd, FrontEnd]]:
+async def two(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[FrontEnd, FrontEnd]]:
+    # Neither takes the other for dead because this machine is busy.
+    monkeypatch.setattr("frontend_svc.answers.peers.CALL_S", WAIT_S)
+    monkeypatch.setattr("frontend_svc.answers.peers._CLAIM_S", WAIT_S)
     members = StaticMembers()
     # With other settings, its vLLM would make different events from the same log.
     members.services["frontend", "other"] = ServiceRecord(
