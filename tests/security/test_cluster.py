@@ -183,8 +183,8 @@ def test_member_with_another_role_is_refused(cluster: Cluster, role: Role) -> No
 def test_the_console_shows_nothing_without_its_token(cluster: Cluster) -> None:
     port = _port_of(cluster, "console")
     _wait_for_listener(port)
-    assert "401" in http_get("127.0.0.1", port, "/api/events")
-    assert "401" in http_get("127.0.0.1", port, "/api/policies")
+    for path in ("/api/events", "/api/policies"):
+        assert "401" in http_get("127.0.0.1", port, path, WAIT_S)
 
 
 def _port_of(cluster: Cluster, name: str) -> int:

@@ -57,11 +57,11 @@ def call_all(
     return ends
 
 
-def http_get(host: str, port: int, path: str) -> str:
+def http_get(host: str, port: int, path: str, timeout_s: float = _CONNECT_S) -> str:
     """Return the first line of the reply, empty if there is none."""
     try:
-        with socket.create_connection((host, port), _CONNECT_S) as connection:
-            connection.settimeout(_CONNECT_S)
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.settimeout(timeout_s)
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
             return connection.recv(100).decode("latin-1").partition("\r\n")[0]
     except OSError:
