@@ -12,9 +12,8 @@ from typing import Final
 from tailrace.local.state import RunFolder, RunState
 from tests.harness.processes import FAST_FRONT
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
-UP_S: Final = 120.0
-"""Deadline of a command, `tailrace up` included."""
 UNREACHABLE_PROXY: Final = dict.fromkeys(
     ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:1"
 ) | dict.fromkeys(("no_proxy", "NO_PROXY", "no_grpc_proxy"), "")
@@ -40,14 +39,14 @@ class WorkingFolder:
         # The examples are not installed with the packages.
         return kept | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
-    def tailrace(self, *arguments: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
+    def tailrace(self, *arguments: str, timeout_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
         """Run `tailrace` to its end, in an environment with a proxy that does not answer."""
         environment = (
             self.environment() | UNREACHABLE_PROXY | {"no_proxy": "", "NO_PROXY": "", "no_grpc_proxy": ""}
         )
         return self._run(self.command(*arguments), environment, timeout_s)
 
-    def run(self, *command: str, timeout_s: float = UP_S) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         return self._run(command, self.environment(), timeout_s)
 

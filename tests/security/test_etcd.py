@@ -60,6 +60,12 @@ class SecuredEtcd:
         return await Store.connect([self.etcd.endpoint], CLUSTER, own)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no call to etcd fail because this machine is busy."""
+    monkeypatch.setattr("tailrace.store.client._DEADLINE_S", WAIT_S)
+
+
 @pytest.fixture
 async def secured_etcd(authority: Authority, tmp_path: Path) -> AsyncIterator[SecuredEtcd]:
     folder = authority.issue(Identity(Role.ETCD, "etcd"), hosts=["127.0.0.1"]).folder

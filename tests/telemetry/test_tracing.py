@@ -51,6 +51,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Collector]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+    # All spans are sent together, at the end, however long that takes.
+    monkeypatch.setattr("tailrace.telemetry.tracing._SCHEDULE_MS", int(1_000 * WAIT_S))
+    monkeypatch.setattr("tailrace.telemetry.tracing._EXPORT_TIMEOUT_S", int(WAIT_S))
     yield collector
     server.stop(None).wait()
 
