@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ ENGINE = {
     "reasoning_mean_tokens": 200,
     "answer_mean_tokens": 200,
 }
+# For requests that go on for minutes, which is until a test ends them, as long as nothing hangs.
+ENDLESS_ENGINE = ENGINE | {"max_model_len": 32_768}
+ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "min_tokens": 30_000}
 
 
 @dataclass
@@ -62,6 +66,19 @@ class WorkerProcess:
                 await asyncio.sleep(0.01)
         return code
 
+    async def metric(self, name: str) -> float:
+        """Return the metrics whose names, with their labels, begin like this, summed."""
+        url = f"http://{self.records[0].metrics_address}/metrics"
+        text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=WAIT_S).read())).decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"tailrace_worker_{name}")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def until_metric(self, name: str, value: float) -> None:
+        """Wait until `metric` has this value."""
+        async with asyncio.timeout(WAIT_S):
+            while await self.metric(name) != value:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
     async def logged(self, text: str, times: int = 1) -> None:
         """Wait until the log contains the text this many times."""
         async with asyncio.timeout(WAIT_S):
@@ -79,20 +96,23 @@ async def worker_process(
     name: str,
     *,
     count: int = 1,
-    faults: Mapping[str, object] | None = None,
+    faults: Mapping[str, object] | Path | None = None,
     engine: Mapping[str, object] | None = None,
     more: Sequence[str] = (),
 ) -> AsyncIterator[WorkerProcess]:
     """Start a process of simulated workers and wait until they are registered.
 
-    `more`: further options of `serve worker`.
+    `faults`: those of worker_agent/faults.py, or a file that holds them. `more`: further options of `serve
+    worker`.
     """
     arguments = ENGINE | dict(engine or {})
     command = ["serve", "worker", "--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
     command += ["--count", str(count), *more]
     for key, value in arguments.items():
         command += ["--sim", f"{key}={json.dumps(value)}"]
-    environment = {} if faults is None else {"TAILRACE_FAULTS": json.dumps(faults)}
+    environment = {}
+    if faults is not None:
+        environment["TAILRACE_FAULTS"] = f"@{faults}" if isinstance(faults, Path) else json.dumps(faults)
     log = folder / f"{name}.log"
     log.write_bytes(b"")
     process = ForkedCommand(command, log, environment, vllm=False)
