@@ -66,17 +66,18 @@ class WorkerProcess:
                 await asyncio.sleep(0.01)
         return code
 
-    async def metric(self, name: str) -> float:
-        """Return the metrics whose names, with their labels, begin like this, summed."""
+    async def metric(self, name: str, label: str = "") -> float:
+        """Return a metric, summed over its labels, or over those that include this one."""
         url = f"http://{self.records[0].metrics_address}/metrics"
         text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=WAIT_S).read())).decode()
         lines = [line for line in text.splitlines() if line.startswith(f"tailrace_worker_{name}")]
+        lines = [line for line in lines if label in line]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    async def until_metric(self, name: str, value: float) -> None:
+    async def until_metric(self, name: str, value: float, label: str = "") -> None:
         """Wait until `metric` has this value."""
         async with asyncio.timeout(WAIT_S):
-            while await self.metric(name) != value:  # noqa: ASYNC110
+            while await self.metric(name, label) != value:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
     async def logged(self, text: str, times: int = 1) -> None:
