@@ -195,7 +195,9 @@ class ForkedCommand:
     def send_signal(self, number: int) -> None:
         """Send a signal to the process, unless it has ended."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            # It has ended, and its exit code is on the way.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
