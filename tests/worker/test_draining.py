@@ -20,7 +20,14 @@ from tailrace.store.store import Store
 from tailrace.v1 import worker_pb2, worker_pb2_grpc
 from tests.waiting import WAIT_S
 from tests.worker.scripted_front_end import ScriptedFrontEnd, Stream
-from tests.worker.worker_processes import ENDLESS, ENDLESS_ENGINE, WorkerProcess, migrate, worker_process
+from tests.worker.worker_processes import (
+    ENDLESS,
+    ENDLESS_ENGINE,
+    PATIENT,
+    WorkerProcess,
+    migrate,
+    worker_process,
+)
 
 pytestmark = pytest.mark.fleet
 
@@ -76,7 +83,9 @@ async def rig(etcd: str, folder: Path, *more: str) -> AsyncIterator[Rig]:
     store = await Store.connect([etcd], cluster)
     front_end = ScriptedFrontEnd()
     engine = ENDLESS_ENGINE | {"max_num_seqs": 1}
-    async with worker_process(store, etcd, cluster, folder, "w", engine=engine, more=more) as worker:
+    async with worker_process(
+        store, etcd, cluster, folder, "w", engine=engine, more=more, deadlines=PATIENT
+    ) as worker:
         await front_end.attach(worker.stream_address)
         yield Rig(store, worker, front_end)
     await front_end.close()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Final
 
 import grpc
 import psutil
@@ -30,6 +31,7 @@ from tests.worker.simulated import Fleet
 from tests.worker.worker_processes import (
     ENDLESS,
     ENDLESS_ENGINE,
+    PATIENT,
     WorkerProcess,
     committed,
     migrate,
@@ -44,6 +46,7 @@ from worker_agent.migration.export_call import SourceFailed
 pytestmark = [pytest.mark.fleet, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [72, 101, 108, 108, 111, 32] * 50
+OPTIONS: Final[Mapping[str, Any]] = {"engine": ENDLESS_ENGINE, "deadlines": PATIENT}
 LONG = {"max_tokens": 300, "ignore_eos": True, "min_tokens": 300}
 
 
@@ -119,8 +122,8 @@ async def pair(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
     store = await Store.connect([etcd], cluster)
     front_end = ScriptedFrontEnd()
     async with (
-        worker_process(store, etcd, cluster, folder, "left", engine=ENDLESS_ENGINE) as left,
-        worker_process(store, etcd, cluster, folder, "right", engine=ENDLESS_ENGINE) as right,
+        worker_process(store, etcd, cluster, folder, "left", **OPTIONS) as left,
+        worker_process(store, etcd, cluster, folder, "right", **OPTIONS) as right,
     ):
         pair = Pair(store, etcd, cluster, [left, right], front_end)
         for worker in (left, right):
@@ -147,6 +150,7 @@ async def extra_worker(
     folder: Path,
     kind: str,
     engine: Mapping[str, object] = MappingProxyType({}),
+    deadlines: Mapping[str, float] = MappingProxyType({}),
     **options: object,
 ) -> AsyncIterator[int]:
     """Add a worker with these options of worker_process and yield its number."""
@@ -158,6 +162,7 @@ async def extra_worker(
         folder,
         name,
         engine={**ENDLESS_ENGINE, **engine},
+        deadlines={**PATIENT, **deadlines},
         **options,  # type: ignore[arg-type]
     ) as worker:
         await pair.front_end.attach(worker.stream_address)
@@ -364,7 +369,9 @@ async def test_a_request_that_ends_before_its_target_connects_is_gone(pair: Pair
     """The source then knows no ticket of it, and does not answer the target's transfer."""
     faults = tmp_path / "faults"
     faults.write_text(json.dumps({"hold": "import:open", "seconds": WAIT_S}))
-    async with extra_worker(pair, tmp_path, "faulty", faults=faults) as target:
+    # The source never answers it.
+    deadlines = {"worker_agent.kv.client._CONNECT_S": 0.5}
+    async with extra_worker(pair, tmp_path, "faulty", faults=faults, deadlines=deadlines) as target:
         stream = await pair.submit(0, **ENDLESS)
         await stream.until(5)
         moving = asyncio.create_task(pair.move(stream, 0, target))

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import msgspec
@@ -34,6 +35,14 @@ ENGINE = {
 # For requests that go on for minutes, which is until a test ends them, as long as nothing hangs.
 ENDLESS_ENGINE = ENGINE | {"max_model_len": 32_768}
 ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "min_tokens": 30_000}
+
+# Deadlines of a worker that another process may miss which does not run for some seconds.
+PATIENT = {
+    "worker_agent.dispatch._HELLO_S": WAIT_S,
+    "worker_agent.kv.client._CONNECT_S": WAIT_S,
+    "worker_agent.migration.copying._WHY_S": WAIT_S,
+    "worker_agent.migration.source._OPEN_S": WAIT_S,
+}
 
 
 @dataclass
@@ -100,11 +109,12 @@ async def worker_process(
     faults: Mapping[str, object] | Path | None = None,
     engine: Mapping[str, object] | None = None,
     more: Sequence[str] = (),
+    deadlines: Mapping[str, float] = MappingProxyType({}),
 ) -> AsyncIterator[WorkerProcess]:
     """Start a process of simulated workers and wait until they are registered.
 
     `faults`: those of worker_agent/faults.py, or a file that holds them. `more`: further options of `serve
-    worker`.
+    worker`. `deadlines`: constants that the process sets, by their names in full.
     """
     arguments = ENGINE | dict(engine or {})
     command = ["serve", "worker", "--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
@@ -116,7 +126,10 @@ async def worker_process(
         environment["TAILRACE_FAULTS"] = f"@{faults}" if isinstance(faults, Path) else json.dumps(faults)
     log = folder / f"{name}.log"
     log.write_bytes(b"")
-    process = ForkedCommand(command, log, environment, vllm=False)
+    first = "".join(
+        f"import {each.rpartition('.')[0]}\n{each} = {value}\n" for each, value in deadlines.items()
+    )
+    process = ForkedCommand(command, log, environment, vllm=False, first=first)
     worker = WorkerProcess(process, log, [])
     stem, _, first = name.rpartition("-")
     names = [name] if count == 1 else [f"{stem}-{int(first) + n}" for n in range(count)]
