@@ -153,10 +153,14 @@ _SERVERS: Final = {
 class ForkedCommand:
     """A running command with the part of subprocess.Popen's interface that `Process` uses."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, env: Mapping[str, str], vllm: bool) -> None:
-        """`env`: added to that of this process. `vllm`: whether the command needs vLLM."""
+    def __init__(
+        self, arguments: Sequence[str], log: Path, env: Mapping[str, str], vllm: bool, first: str = ""
+    ) -> None:
+        """`env`: added to that of this process. `vllm`: whether the command needs vLLM. `first`: Python
+        that runs before it."""
+        code = ["-c", f"{first}\nfrom tailrace.cli.main import main\nmain()"]
         start = Start(
-            arguments=["-m", "tailrace", *arguments],
+            arguments=[*(code if first else ["-m", "tailrace"]), *arguments],
             env={**os.environ, **env},
             folder=os.getcwd(),
             fds=[0, 1, 2],
@@ -195,7 +199,9 @@ class ForkedCommand:
     def send_signal(self, number: int) -> None:
         """Send a signal to the process, unless it has ended."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            # It has ended, and its exit code is on the way.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -24,9 +24,11 @@ import xxhash
 from prometheus_client import CollectorRegistry
 
 from tailrace.v1 import worker_pb2
+from tests.waiting import WAIT_S
 from worker_agent.engine.base import Engine, KvShape, Staging
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.faults import Faults, FaultSpec
+from worker_agent.kv import server
 from worker_agent.kv.address import KvTransferError, Ticket, address_of
 from worker_agent.kv.client import KvClient
 from worker_agent.kv.memory import Mappings, Segments, StagingPool
@@ -177,6 +179,8 @@ class Serving:
 
 
 async def serve(settings: PeerSettings) -> None:
+    # A target's process may be slow to take blocks.
+    server._SEND_S = WAIT_S  # type: ignore[misc]
     start_ucx(settings.ucx)
     serving = Serving(settings)
     async with discarding_strays(serving.count):

@@ -77,6 +77,7 @@ class ScriptedFrontEnd:
         self.refuse = ""
         self.silent = False
         self._beating: asyncio.Task[None] | None = None
+        self._adopting: set[asyncio.Task[None]] = set()
 
     async def _beat(self) -> None:
         while True:
@@ -116,6 +117,9 @@ class ScriptedFrontEnd:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
+        for adopting in self._adopting:
+            adopting.cancel()
+        await asyncio.gather(*self._adopting, return_exceptions=True)
         for instance in list(self.attached):
             await self.detach(instance)
 
@@ -143,6 +147,12 @@ class ScriptedFrontEnd:
         )
         await self.send(stream.owner, submit=submit)
 
+    async def abort(self, stream: Stream) -> None:
+        """End a stream."""
+        await self.send(stream.owner, abort=worker_pb2.Abort(handles=[stream.handle]))
+        stream.finished = True
+        stream.changed.set()
+
     async def _read(self, instance: str, stream: AttachStream) -> None:
         while (message := await stream.read()) is not None:
             if not self.silent:
@@ -153,7 +163,10 @@ class ScriptedFrontEnd:
             case "outputs":
                 self._accept(instance, message.outputs)
             case "adopt":
-                await self._adopt(instance, message.adopt)
+                # It may wait for outputs, and they for an adoption in the other direction.
+                adopting = asyncio.create_task(self._adopt(instance, message.adopt))
+                self._adopting.add(adopting)
+                adopting.add_done_callback(self._adopting.discard)
             case "draining":
                 self.draining.put_nowait(instance)
             case "returned":
@@ -195,16 +208,24 @@ class ScriptedFrontEnd:
             stream.finished = bool(flags & (FINISHED | FAILED))
             stream.changed.set()
 
+    async def _delivered(self, stream: Stream, tokens: int) -> None:
+        """Wait until the stream has this many tokens, or its owner is gone."""
+        if (owner := self.attached.get(stream.owner)) is None:
+            return
+        until = asyncio.create_task(stream.until(tokens))
+        await asyncio.wait({until, owner.reader}, return_when=asyncio.FIRST_COMPLETED)
+        until.cancel()
+
     async def _adopt(self, instance: str, adopt: worker_pb2.Adopt) -> None:
         stream = self.streams[adopt.handle]
         reason = self.refuse
+        if not reason and stream.epoch == adopt.from_epoch:
+            # The worker flushes outputs before it answers the pause, but on another connection.
+            await self._delivered(stream, adopt.next_index)
         if not reason and (stream.finished or stream.epoch != adopt.from_epoch):
             reason = "not live in that epoch"
         if not reason and len(stream.tokens) != adopt.next_index:
-            # The worker flushes outputs before it answers the pause, but on another connection.
-            await asyncio.sleep(0.05)
-            if len(stream.tokens) != adopt.next_index:
-                reason = f"{len(stream.tokens)} tokens, not {adopt.next_index}"
+            reason = f"{len(stream.tokens)} tokens, not {adopt.next_index}"
         source, old_epoch = stream.owner, stream.epoch
         if not reason:
             stream.owner, stream.epoch = instance, adopt.epoch

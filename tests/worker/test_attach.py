@@ -173,9 +173,10 @@ async def test_large_reply_disconnects_no_front_end() -> None:
     front.peer.has_read_all = False
     worker.step(0, 0, b"x" * (32 << 20))
     # It takes a while to read this, and only its received bytes prove meanwhile that it is alive.
-    front.peer.deaf_s = time.monotonic()
-    front.peer.received_s = time.monotonic() + STALL_S - 2.0
-    front.front_end.check(time.monotonic() + STALL_S - 1.0, 0.0, 2.0)
+    now_s = time.monotonic()
+    front.peer.deaf_s = now_s
+    front.peer.received_s = now_s + STALL_S - 2.0
+    front.front_end.check(now_s + STALL_S - 1.0, 0.0, 2.0)
     await asyncio.sleep(0)
     assert not front.front_end.closed.is_set() and worker.gone == []
     front.peer.up.put_nowait(None)
@@ -287,7 +288,11 @@ async def test_new_attachment_ends_the_older_one_of_the_same_front_end() -> None
     await second
 
 
-async def test_second_process_with_the_same_id_is_refused_while_the_first_is_alive() -> None:
+async def test_second_process_with_the_same_id_is_refused_while_the_first_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # However long it takes, the first one is not silent.
+    monkeypatch.setattr("worker_agent.frontends._ALIVE_S", WAIT_S)
     worker = Worker()
     first = await attached(worker, "a", "one")
     for _ in range(3):
@@ -300,7 +305,7 @@ async def test_second_process_with_the_same_id_is_refused_while_the_first_is_ali
             await served
     assert worker.gone == [] and not first.front_end.closed.is_set()
     # When the first has become silent, the second takes over, once.
-    first.front_end.last_received_s -= 60.0
+    first.front_end.last_received_s -= 2 * WAIT_S
     second_end = await attached(worker, "a", "two")
     async with asyncio.timeout(WAIT_S):
         await first.served

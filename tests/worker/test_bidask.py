@@ -20,7 +20,7 @@ from tailrace.v1 import bidask_pb2
 from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
 from tests.counting import failures_of
 from tests.waiting import WAIT_S
-from worker_agent.bidask import offer_sender
+from worker_agent.bidask import coordinator, offer_sender
 from worker_agent.bidask.bid_receiver import Won
 from worker_agent.bidask.coordinator import BidAskServicer, Coordinator, send_over
 from worker_agent.bidask.messages import PeerQueues
@@ -86,7 +86,7 @@ class Market:
             worker.fetched.append(won.request_id)
             return True
 
-        coordinator = Coordinator(
+        bidding = Coordinator(
             Addressee(worker.name, "1"),
             lambda request_id: request_id in worker.requests,
             lambda: Space(worker.free, round(worker.load)),
@@ -95,11 +95,11 @@ class Market:
             send_over(self.channels),
             self.outcomes,
         )
-        servicer = Servicer(add_BidAskServicer_to_server, BidAskServicer(coordinator), "tailrace.v1.BidAsk")
+        servicer = Servicer(add_BidAskServicer_to_server, BidAskServicer(bidding), "tailrace.v1.BidAsk")
         server = await self.stack.enter_async_context(serve_grpc("127.0.0.1:0", [servicer]))
-        coordinator.address = server.address
-        self.stack.push_async_callback(coordinator.close)
-        self.workers[worker.name], self.coordinators[worker.name] = worker, coordinator
+        bidding.address = server.address
+        self.stack.push_async_callback(bidding.close)
+        self.workers[worker.name], self.coordinators[worker.name] = worker, bidding
         return worker
 
     async def offer(
@@ -134,8 +134,10 @@ class Market:
 
 @pytest.fixture
 async def market(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Market]:
-    """A market without workers, with longer deadlines for bids, as a busy machine needs them."""
-    monkeypatch.setattr(offer_sender, "BID_S", 10.0)
+    """A market without workers, with deadlines that pass in no test, however busy the machine is."""
+    for name in ("BID_S", "OFFER_S"):
+        monkeypatch.setattr(offer_sender, name, 2 * WAIT_S)
+    monkeypatch.setattr(coordinator, "_SEND_S", WAIT_S)
     async with AsyncExitStack() as stack:
         market = Market(stack)
         yield market
@@ -241,12 +243,13 @@ async def test_unknown_request_is_not_offered(market: Market) -> None:
 async def test_receiver_that_never_reports_completion_is_given_up(
     market: Market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offer_sender, "OFFER_S", 0.3)
     await market.add(Worker("s", requests={"r", "q"}))
     await market.add(Worker("a"))
     await market.add(Worker("b"))
     market.hold.clear()
-    assert not (await market.offer("s", "r", 500, "a")).taker_instance_id
+    with monkeypatch.context() as patch:
+        patch.setattr(offer_sender, "OFFER_S", 0.3)
+        assert not (await market.offer("s", "r", 500, "a")).taker_instance_id
     # The sender can offer another request.
     market.hold.set()
     assert (await market.offer("s", "q", 500, "b")).taker_instance_id == "b"

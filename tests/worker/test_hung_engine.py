@@ -19,7 +19,8 @@ from worker_agent.engine.base import RequestStats
 from worker_agent.engine import simulated
 
 REQUEST = RequestStats("r", "f", 0, Phase.REASONING, "running", 10, 5, 5, 100, 1, 0.0, 10.0)
-runtime._GRACE_S = 1.0
+MODE = sys.argv.pop(1)
+runtime._GRACE_S = 300.0 if MODE == "raises" else 1.0
 
 class Hanging(simulated.SimulatedEngine):
     given_up = False
@@ -45,7 +46,6 @@ class Hanging(simulated.SimulatedEngine):
             await asyncio.sleep(3600)
         raise TimeoutError("the engine thread did not end")
 
-MODE = sys.argv.pop(1)
 simulated.SimulatedEngine = Hanging
 from tailrace.cli.main import main
 main()

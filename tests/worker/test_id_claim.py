@@ -48,12 +48,20 @@ async def test_worker_registered_at_our_address_is_dead(store: Store, listening:
     await wait_until_free(store, "a", 3600, own_address=listening)
 
 
-async def test_id_of_a_hung_worker_is_claimed_after_its_lease(store: Store, listening: str) -> None:
+async def test_id_of_a_hung_worker_is_claimed_after_its_lease(
+    store: Store, listening: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its sockets accept connections, as those of a stopped process do, but it does not renew its lease."""
-    lease = await store.grant_lease(2)
+    lease = await store.grant_lease(600)
     await store.put_leased("instances/a", msgspec.json.encode(instance("a", listening)), lease)
+    claiming = asyncio.create_task(wait_until_free(store, "a", lease_ttl_s=3600))
     async with asyncio.timeout(WAIT_S):
-        await wait_until_free(store, "a", lease_ttl_s=3600)
+        while "checking whether it is alive" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert not claiming.done()
+        # As its end does.
+        await store.revoke_lease(lease)
+        await claiming
 
 
 async def test_live_worker_keeps_its_id(store: Store, listening: str) -> None:

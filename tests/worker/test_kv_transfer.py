@@ -145,7 +145,10 @@ class Remote(KvClient):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ucx() -> AsyncIterator[None]:
     start_ucx(LOOPBACK)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # A source's process may be slow to answer.
+        patch.setattr("worker_agent.kv.client._CONNECT_S", WAIT_S)
+        yield
     stop_ucx()
 
 
@@ -269,7 +272,7 @@ async def test_pull_after_the_end_of_the_export_fails(any_client: KvClient, sour
     await transfer.pull(0, names(0, 4))
     await source.ask("end", number)
     with pytest.raises(KvTransferError, match="ended"):
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             await transfer.pull(4, names(4, 4))
     await transfer.close()
 
@@ -376,7 +379,7 @@ async def test_late_replies_are_dropped(any_client: KvClient, source: Source) ->
         await entered.wait()
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(WAIT_S):
                 await pull
     async with asyncio.timeout(WAIT_S):
         while await discard_strays():
@@ -428,7 +431,9 @@ async def test_memory_of_a_source_that_shares_none_is_not_mapped(client: KvClien
         await source.ask("end", number)
 
 
-async def test_death_of_the_source_during_a_transfer_is_an_error(any_client: KvClient) -> None:
+async def test_death_of_the_source_during_a_transfer_is_an_error(
+    any_client: KvClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with source_process() as source:
         received = Receiver()
 
@@ -442,6 +447,8 @@ async def test_death_of_the_source_during_a_transfer_is_an_error(any_client: KvC
             with pytest.raises(KvTransferError):
                 async with asyncio.timeout(WAIT_S):
                     await transfer.pull(0, names(0, BLOCKS))
+    # Nobody answers.
+    monkeypatch.setattr("worker_agent.kv.client._CONNECT_S", 0.3)
     with pytest.raises(KvTransferError):
         async with asyncio.timeout(WAIT_S):
             await any_client.connect(own_address(sealed=False), Ticket.fresh(), received.deliver)

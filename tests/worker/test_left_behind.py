@@ -27,14 +27,14 @@ from worker_agent.parallel.rank_leftovers import (
 SHARED = Path("/dev/shm")
 # As a rank of a vLLM engine on a CPU: a message queue, and memory of the ranks' own communicator.
 _RANK = """
-import mmap, os, sys, threading
+import mmap, os, sys
 from multiprocessing import shared_memory
 queue = shared_memory.SharedMemory(create=True, size=4096)
 file = os.open(f"/dev/shm/{sys.argv[1]}-tp:0-[0-1]-cpushm_0", os.O_RDWR | os.O_CREAT)
 os.ftruncate(file, 4096)
 memory = mmap.mmap(file, 4096)
 print(queue.name, flush=True)
-threading.Event().wait(60)
+sys.stdin.read()
 """
 
 
@@ -43,7 +43,11 @@ def rank() -> Iterator[tuple[subprocess.Popen[str], set[str]]]:
     """Yield a process of a session of its own, with its resource tracker, and the names that it shares."""
     ident = f"vllm_dist_{uuid.uuid4().hex}"
     with subprocess.Popen(
-        [sys.executable, "-c", _RANK, ident], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", _RANK, ident],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         names = {process.stdout.readline().strip(), f"{ident}-tp:0-[0-1]-cpushm_0"}
@@ -62,19 +66,21 @@ def existing(names: set[str]) -> set[str]:
 
 # As a worker: it records what a rank shares, and lives.
 _WORKER = """
-import sys, threading
+import sys
 from worker_agent.parallel.rank_leftovers import Record, names_of
 record = Record()
 record.write(names_of([int(sys.argv[1])]))
 print("recorded", flush=True)
-threading.Event().wait(60)
+sys.stdin.read()
 """
 
 
 def test_the_next_worker_removes_what_killed_ranks_left() -> None:
     with rank() as (process, names), rank() as (other, others):
         workers = [
-            subprocess.Popen([sys.executable, "-c", _WORKER, str(each.pid)], stdout=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, "-c", _WORKER, str(each.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
             for each in (process, other)
         ]
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -23,7 +24,7 @@ from worker_agent.parallel.node_span import NodeSpan, read_span, worker_span
 
 VLLM = "0.32.0"
 # No test waits for it to pass.
-LONG_S = 60.0
+LONG_S = WAIT_S
 
 
 class Log(logging.Handler):
@@ -148,8 +149,14 @@ async def test_lost_worker_is_noticed(span: NodeSpan, nodes: Nodes) -> None:
 
 async def test_missing_nodes_are_named(span: NodeSpan, nodes: Nodes) -> None:
     present = joining(span, 1)
-    with pytest.raises(RuntimeError, match=r"^nodes 2 of 3 did not join at 127\.0\.0\.1:\d+ within 1 s: run"):
-        await nodes.gather(1.0)
+    said = "nodes 1, 2 of 3"
+    async with asyncio.timeout(WAIT_S):
+        # On a busy machine, the other one may not come within a second either.
+        while said.startswith("nodes 1, 2 of 3"):
+            with pytest.raises(RuntimeError) as caught:
+                await nodes.gather(1.0)
+            said = str(caught.value)
+    assert re.match(r"nodes 2 of 3 did not join at 127\.0\.0\.1:\d+ within 1 s: run", said)
     present.cancel()
 
 

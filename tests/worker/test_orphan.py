@@ -11,14 +11,15 @@ from multiprocessing import connection
 
 import pytest
 
+from tests.waiting import WAIT_S
 from worker_agent.parallel.rank_leftovers import WORKER_PID, OrphanWatch
 
 
 def rank(pipe: connection.Connection) -> None:
-    """Send the process ID, then wait as in a rendezvous, for at most a minute."""
+    """Send the process ID, then wait as in a rendezvous, for longer than the test does."""
     OrphanWatch()
     pipe.send(os.getpid())
-    threading.Event().wait(60)
+    threading.Event().wait(2 * WAIT_S)
 
 
 def worker() -> None:
@@ -31,7 +32,7 @@ def worker() -> None:
     starter.start()
     starter.join()
     print(receiver.recv(), flush=True)
-    threading.Event().wait(60)
+    threading.Event().wait(WAIT_S)
 
 
 def test_rank_ends_with_its_worker() -> None:
@@ -42,7 +43,7 @@ def test_rank_ends_with_its_worker() -> None:
         try:
             assert not connection.wait([handle], 0)
             process.kill()
-            assert connection.wait([handle], 30)
+            assert connection.wait([handle], WAIT_S)
         finally:
             os.close(handle)
 

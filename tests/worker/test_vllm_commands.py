@@ -67,7 +67,9 @@ async def test_a_command_that_has_begun_is_waited_for(engine: VllmEngine) -> Non
         done("reserved")
 
     asked = asyncio.create_task(engine._ask(command, 0.05))
-    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    await asyncio.sleep(0)
+    # Without an await: its deadline cannot pass before it has begun.
+    assert begun.wait(WAIT_S)
     done, _ = await asyncio.wait({asked}, timeout=0.5)
     assert not done
     go_on.set()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -283,15 +285,28 @@ async def test_grammar_that_is_never_compiled_ends_only_its_request(
     outputs = StructuredOutputsParams(grammar='root ::= "a"')
     outputs._backend = "xgrammar"
     manager = engine._parts.core.core.structured_output_manager
-    go_on = threading.Event()
+    begun, late, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def compile_for_ever(request: Request) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    def now_s() -> float:
+        return time.monotonic() + (2 * WAIT_S if late.is_set() else 0.0)
+
     with ThreadPoolExecutor(1) as compiling:
-        monkeypatch.setattr(requests, "_DEADLINE_S", 0.2)
+        monkeypatch.setattr(requests, "_DEADLINE_S", WAIT_S)
+        monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=now_s))
         monkeypatch.setattr(manager, "executor", compiling)
-        monkeypatch.setattr(manager, "_create_grammar", lambda request: go_on.wait(WAIT_S))
+        monkeypatch.setattr(manager, "_create_grammar", compile_for_ever)
         try:
             first, second = (front.stream(ANSWERING, params(structured_outputs=outputs)) for _ in range(2))
             good = front.stream(ANSWERING, params(max_tokens=20))
             submit_together(engine, front, [first, second, good])
+            await front.until_tokens(good, 1)
+            assert await asyncio.to_thread(begun.wait, WAIT_S)
+            # Both wait by now, one of them for a thread.
+            late.set()
             await front.until(lambda: first.finished and second.finished and good.finished)
         finally:
             go_on.set()

@@ -165,8 +165,8 @@ def states(engine: VllmEngine) -> dict[str, str]:
     return {entry.request_id: entry.state for entry in engine.stats().requests}
 
 
-async def swapped_stream(engine: VllmEngine, streams: list[Stream]) -> tuple[Stream, Bundle]:
-    """Return a swapped-out stream and its export, which is paused."""
+async def swapped_stream(engine: VllmEngine, front: Front, streams: list[Stream]) -> tuple[Stream, Bundle]:
+    """Return a swapped-out stream of `crowd` and its export, which is paused."""
     while True:
         for stream in streams:
             if states(engine).get(stream.request_id) != "preempted":
@@ -180,6 +180,9 @@ async def swapped_stream(engine: VllmEngine, streams: list[Stream]) -> tuple[Str
                 await engine.export_resume(stream.request_id)
                 continue
             return stream, bundle
+        if all(stream.finished for stream in streams):
+            # On a busy machine, they can end before one of them is paused.
+            streams[:] = await crowd(engine, front, len(streams))
         await asyncio.sleep(0)
 
 
@@ -187,7 +190,7 @@ async def test_swapped_request_is_exported_and_continues_at_its_source(
     engine: VllmEngine, front: Front, reference: Stream
 ) -> None:
     streams = await crowd(engine, front)
-    stream, bundle = await swapped_stream(engine, streams)
+    stream, bundle = await swapped_stream(engine, front, streams)
     assert states(engine)[stream.request_id] == "paused"
     assert stream.tokens == [*bundle.exported.output_token_ids, *bundle.pause.new_output_token_ids]
     await engine.export_resume(stream.request_id)
@@ -197,7 +200,7 @@ async def test_swapped_request_is_exported_and_continues_at_its_source(
 async def test_swapped_request_moves(engine: VllmEngine, front: Front, reference: Stream) -> None:
     """Its KV is read from host memory and imported into an engine with room again."""
     streams = await crowd(engine, front)
-    stream, bundle = await swapped_stream(engine, streams)
+    stream, bundle = await swapped_stream(engine, front, streams)
     await engine.export_release(stream.request_id)
     others = [other for other in streams if other is not stream]
     await front.until(lambda: all(other.finished for other in others))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import msgspec
@@ -29,6 +31,17 @@ ENGINE = {
     "kv_bytes_per_token": 4096,
     "reasoning_mean_tokens": 200,
     "answer_mean_tokens": 200,
+}
+# For requests that go on for minutes, which is until a test ends them, as long as nothing hangs.
+ENDLESS_ENGINE = ENGINE | {"max_model_len": 32_768}
+ENDLESS = {"max_tokens": 30_000, "ignore_eos": True, "min_tokens": 30_000}
+
+# Deadlines of a worker that another process may miss which does not run for some seconds.
+PATIENT = {
+    "worker_agent.dispatch._HELLO_S": WAIT_S,
+    "worker_agent.kv.client._CONNECT_S": WAIT_S,
+    "worker_agent.migration.copying._WHY_S": WAIT_S,
+    "worker_agent.migration.source._OPEN_S": WAIT_S,
 }
 
 
@@ -62,6 +75,20 @@ class WorkerProcess:
                 await asyncio.sleep(0.01)
         return code
 
+    async def metric(self, name: str, label: str = "") -> float:
+        """Return a metric, summed over its labels, or over those that include this one."""
+        url = f"http://{self.records[0].metrics_address}/metrics"
+        text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=WAIT_S).read())).decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"tailrace_worker_{name}")]
+        lines = [line for line in lines if label in line]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def until_metric(self, name: str, value: float, label: str = "") -> None:
+        """Wait until `metric` has this value."""
+        async with asyncio.timeout(WAIT_S):
+            while await self.metric(name, label) != value:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
     async def logged(self, text: str, times: int = 1) -> None:
         """Wait until the log contains the text this many times."""
         async with asyncio.timeout(WAIT_S):
@@ -79,23 +106,30 @@ async def worker_process(
     name: str,
     *,
     count: int = 1,
-    faults: Mapping[str, object] | None = None,
+    faults: Mapping[str, object] | Path | None = None,
     engine: Mapping[str, object] | None = None,
     more: Sequence[str] = (),
+    deadlines: Mapping[str, float] = MappingProxyType({}),
 ) -> AsyncIterator[WorkerProcess]:
     """Start a process of simulated workers and wait until they are registered.
 
-    `more`: further options of `serve worker`.
+    `faults`: those of worker_agent/faults.py, or a file that holds them. `more`: further options of `serve
+    worker`. `deadlines`: constants that the process sets, by their names in full.
     """
     arguments = ENGINE | dict(engine or {})
     command = ["serve", "worker", "--engine", "simulated", "--etcd", etcd, "--cluster", cluster, "--id", name]
     command += ["--count", str(count), *more]
     for key, value in arguments.items():
         command += ["--sim", f"{key}={json.dumps(value)}"]
-    environment = {} if faults is None else {"TAILRACE_FAULTS": json.dumps(faults)}
+    environment = {}
+    if faults is not None:
+        environment["TAILRACE_FAULTS"] = f"@{faults}" if isinstance(faults, Path) else json.dumps(faults)
     log = folder / f"{name}.log"
     log.write_bytes(b"")
-    process = ForkedCommand(command, log, environment, vllm=False)
+    first = "".join(
+        f"import {each.rpartition('.')[0]}\n{each} = {value}\n" for each, value in deadlines.items()
+    )
+    process = ForkedCommand(command, log, environment, vllm=False, first=first)
     worker = WorkerProcess(process, log, [])
     stem, _, first = name.rpartition("-")
     names = [name] if count == 1 else [f"{stem}-{int(first) + n}" for n in range(count)]
