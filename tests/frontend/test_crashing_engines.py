@@ -42,7 +42,6 @@ async def test_crashing_request_kills_at_most_two_engines_and_its_neighbours_fin
     rig.members.changed()
     await eventually(lambda: len(rig.engine.workers.attached()) == 3)
     await rig.front.ready()
-    rig.front.wait_s = 60.0
     prompts = {f"n{number}": list(b"neighbour %02d" % number) for number in range(50)}
     names = list(prompts)
     for name in names[:25]:
@@ -89,7 +88,6 @@ async def test_crashing_prompt_of_another_front_end_ends_no_request_of_this_one(
             each.members.changed()
             await eventually(lambda each=each: len(each.engine.workers.attached()) == 3)  # type: ignore[misc]
             await each.front.ready()
-            each.front.wait_s = 60.0
         # One request per engine: after a crash it is the only suspect here, as the culprit is elsewhere.
         prompts = {f"n{number}": list(b"neighbour %02d" % number) for number in range(3)}
         for name, prompt in prompts.items():
