@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from frontend_svc import recovery
 from frontend_svc.admission import Refusal
 from frontend_svc.settings import Limits
 from tailrace.wire.outputs import FinishReason
 from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fleet import record
 from tests.frontend.simulated_worker import SimulatedWorker
+from tests.waiting import WAIT_S
 from worker_agent.engine.simulated import SimulatedFaults, SimulatedSettings
 from worker_agent.engine.simulated.script import Script, read_vocabulary
 
@@ -20,6 +22,13 @@ from worker_agent.engine.simulated.script import Script, read_vocabulary
 SETTINGS = SimulatedSettings(max_num_seqs=64, kv_blocks=2048, reasoning_mean_tokens=0)
 CULPRIT = tuple(b"the prompt that kills any engine")
 TOKENS = 60
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let losses be explained and suspects be cleared, however long a busy machine takes for it."""
+    for name in ("EXPLAIN_S", "WIDEN_S", "EXCLUSIVE_S"):
+        monkeypatch.setattr(recovery, name, WAIT_S)
 
 
 def expected_tokens(rig: Rig, prompt: list[int]) -> list[int]:
