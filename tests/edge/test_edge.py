@@ -61,7 +61,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             fleet.start_worker(f"w-{name}", seeded, wait=False, model=str(path))
             start_front_end(fleet, name, str(path))
         fleet.wait_instances([f"w-{name}" for name in MODELS])
-        fleet.start_edge(options=["--max-body-bytes", "65536", "--body-timeout", "2"])
+        fleet.start_edge(options=["--max-body-bytes", "65536"])
         yield fleet
     finally:
         fleet.close()
@@ -337,15 +337,20 @@ def test_an_edge_that_stops_finishes_its_streams(fleet: Fleet) -> None:
 
 
 def test_a_body_that_does_not_come(fleet: Fleet) -> None:
-    url = urlsplit(edge_url(fleet))
-    with socket.create_connection((url.hostname, url.port), timeout=WAIT_S) as stalled:
-        stalled.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 100\r\n\r\n{"
-        )
-        reply = stalled.recv(65_536)
-    assert reply.startswith(b"HTTP/1.1 408 ")
-    assert b"did not arrive within 2 seconds" in reply
+    fleet.start_edge("edge-bodies", options=["--body-timeout", "1"])
+    try:
+        url = urlsplit(fleet.urls["edge-bodies"])
+        with socket.create_connection((url.hostname, url.port), timeout=WAIT_S) as stalled:
+            stalled.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 100\r\nConnection: close\r\n\r\n{"
+            )
+            reply = b"".join(iter(lambda: stalled.recv(65_536), b""))
+        assert reply.startswith(b"HTTP/1.1 408 ")
+        assert b"did not arrive within 1 seconds" in reply
+    finally:
+        fleet.processes["edge-bodies"].stop()
+        fleet.forget("edge-bodies")
 
 
 def test_http_2_and_many_streams_at_once(fleet: Fleet) -> None:

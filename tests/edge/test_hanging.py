@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -23,8 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not RUST_FRONT.exists(), reason="no vllm-rs"),
 ]
 
-# Of a request to one that does not hang.
-PROMPT_S = 2.0
+# Of a request to one that does not hang, at the least, and as a multiple of what it takes here.
+PROMPT_S, PROMPTLY = 2.0, 20
 BODY = b'{"model": "chat", "prompt": "x", "max_tokens": 1}'
 
 
@@ -54,6 +55,9 @@ def test_new_requests_avoid_a_front_end_that_hangs(fleet: Fleet) -> None:
     url = fleet.urls["edge"]
     api = client(url)
     expected = text(stream(api, "chat", 200))
+    began_s = time.monotonic()
+    assert call(url, "/v1/completions", BODY)[0] == 200
+    prompt_s = max(PROMPT_S, PROMPTLY * (time.monotonic() - began_s))
     with ThreadPoolExecutor(64) as pool:
         begun = [threading.Event() for _ in range(6)]
 
@@ -75,7 +79,7 @@ def test_new_requests_avoid_a_front_end_that_hangs(fleet: Fleet) -> None:
             """Return whether ten requests in a row went to the other one."""
             nonlocal answered
             asked.append(pool.submit(call, url, "/v1/completions", BODY))
-            done, _ = wait(asked[-1:], PROMPT_S)
+            done, _ = wait(asked[-1:], prompt_s)
             answered = answered + 1 if done else 0
             return answered == 10
 

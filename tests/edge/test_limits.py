@@ -13,6 +13,7 @@ from edge_svc.ends import ends
 from edge_svc.limits import Limits
 from edge_svc.usage import Usage
 from tailrace.service.channels import Channels
+from tailrace.tenancy import pace as pace_module
 from tailrace.tenancy.body import LimitRefusal
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.keys import Tenant
@@ -22,6 +23,12 @@ from tests.waiting import WAIT_S
 
 ONE = Tenant(name="a", concurrency=1)
 SMALL = Demand(text_bytes=10)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody be alone because this process waits for a core."""
+    monkeypatch.setattr(pace_module, "ALONE_AFTER_S", WAIT_S)
 
 
 async def test_a_question_that_comes_after_its_requests_end_counts_nothing() -> None:
@@ -45,6 +52,7 @@ async def test_the_next_request_waits_for_the_end_of_the_one_before_it() -> None
     second = limits.open("second", ONE)
     waiting = asyncio.create_task(limits.begin(second, SMALL, tokenizes=False))
     await asyncio.sleep(0)
+    assert not waiting.done()
     limits.end("first", 200)
     await waiting
     assert second.sequences == 1
@@ -73,17 +81,17 @@ async def test_one_tenants_requests_leave_others_most_of_the_time() -> None:
     a, b = Tenant(name="a"), Tenant(name="b")
     loop = asyncio.get_running_loop()
 
-    async def begin(name: str, tenant: Tenant, demand: Demand) -> float:
-        began_s = loop.time()
+    async def begin(name: str, tenant: Tenant, demand: Demand) -> None:
         await limits.begin(limits.open(name, tenant), demand, tokenizes=True)
-        return loop.time() - began_s
 
     large = Demand(loop_s=0.05)
     await begin("alone", a, large)
     await begin("of another", b, SMALL)
+    began_s = loop.time()
     await begin("first", a, large)
     # It waits until the one before it has taken a quarter of the time.
-    assert await begin("second", a, SMALL) >= 0.2
+    await begin("second", a, SMALL)
+    assert loop.time() - began_s >= 0.2
     await begin("largest", a, Demand(loop_s=5.0))
     with pytest.raises(LimitRefusal, match="their share"):
         await begin("beyond", a, SMALL)
@@ -113,7 +121,7 @@ async def test_lines_of_a_pipe_in_pieces(tmp_path: Path) -> None:
         for piece in (b"one 200\ntw", b"o 0\n- 404\nbad\n", b"x" * 5_000, b"\nlast 503\n"):
             pipe.write(piece)
             await asyncio.sleep(0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while ("last", 503) not in seen:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert seen == [("one", 200), ("two", 0), ("-", 404), ("last", 503)]

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
+from frontend_svc import placement
 from frontend_svc.admission import AdmissionReader
 from frontend_svc.engine import FleetEngine
 from frontend_svc.fleet import ServedModel
@@ -27,9 +28,12 @@ from tests.waiting import WAIT_S
 
 PLACE_WAIT_S = 0.5
 
+place_wait_ends = pytest.mark.parametrize("place_wait_s", [PLACE_WAIT_S])
+"""For tests in which a request's wait for an instance or for its turn ends."""
+
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Poll until the condition is true, for states without notification. Raise TimeoutError after 10 s."""
+    """Poll until the condition is true, for states without notification. Raise TimeoutError after WAIT_S."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -75,6 +79,18 @@ class Rig:
         return self.registry.get_sample_value(f"tailrace_frontend_{name}", labels) or 0.0
 
 
+@pytest.fixture(autouse=True)
+def patient_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no scheduler be late that answers: it runs in this process, which may have to wait for a core."""
+    monkeypatch.setattr(placement, "_DEADLINE_S", WAIT_S)
+
+
+@pytest.fixture
+def place_wait_s() -> float:
+    """How long a request without tokens waits for an instance, or for its turn."""
+    return WAIT_S
+
+
 @pytest.fixture
 def limits() -> Limits:
     """Limits of the front end; a test can override them by indirect parametrization."""
@@ -112,7 +128,7 @@ async def open_rig(
 
 
 @pytest.fixture
-async def rig(tmp_path: Path, limits: Limits) -> AsyncIterator[Rig]:
+async def rig(tmp_path: Path, limits: Limits, place_wait_s: float) -> AsyncIterator[Rig]:
     """A running front end without workers."""
-    async with open_rig(tmp_path, limits) as running_rig:
+    async with open_rig(tmp_path, limits, waits=WaitLimits(place_wait_s)) as running_rig:
         yield running_rig

@@ -32,7 +32,7 @@ T = TypeVar("T")
 START_S = 4 * WAIT_S
 PLACE_WAIT_S = 0.5
 MAX_STREAMS = 8
-DRAIN_S = 30.0
+DRAIN_S = WAIT_S
 
 
 class FrontEndThread:

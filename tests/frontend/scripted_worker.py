@@ -151,7 +151,7 @@ class ScriptedWorker:
         self._down.put_nowait(message)
 
     async def expect(self, kind: str) -> worker_pb2.AttachUp:
-        """Return the next message of this kind and drop others before it. Raise TimeoutError after 10 s."""
+        """Return the next message of this kind and drop others before it. Raise TimeoutError after WAIT_S."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 message = await self.received.get()

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from frontend_svc import adopt as adopt_module
 from frontend_svc.adopt import Commit, RefuseAdoption, Wait, evaluate
 from frontend_svc.streams import StreamTable
 from tailrace.v1 import worker_pb2
 from tests.frontend.conftest import Rig, eventually
 from tests.frontend.scripted_worker import FINISHED, ScriptedWorker, outputs
+from tests.waiting import WAIT_S
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for tokens in flight for as long as a busy machine may take."""
+    monkeypatch.setattr(adopt_module, "IN_FLIGHT_S", WAIT_S)
 
 
 def adopt(submit: worker_pb2.Submit, next_index: int, from_epoch: int = 0) -> worker_pb2.AttachDown:
@@ -63,7 +71,8 @@ async def test_commit_waits_for_tokens_in_flight(rig: Rig) -> None:
     assert rig.front.tokens["r"] == [1, 2]
 
 
-async def test_adoption_is_refused_if_tokens_never_arrive(rig: Rig) -> None:
+async def test_adoption_is_refused_if_tokens_never_arrive(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopt_module, "IN_FLIGHT_S", 0.1)
     source, target, submit = await two_workers(rig)
     target.send(adopt(submit, 1))
     reply = (await target.expect("adopt_reply")).adopt_reply

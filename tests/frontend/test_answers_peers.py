@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from frontend_svc.answers import peers as peers_module
 from frontend_svc.answers.peers import FrontEndPeers, PeerCallFailed, PeerUnreachable
 from frontend_svc.answers.service import SERVICE, ClaimContext, Context, FindContext
 from tailrace.records import ServiceRecord
@@ -15,6 +16,7 @@ from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import answers_pb2, answers_pb2_grpc
 from tests.frontend.conftest import eventually
 from tests.static_members import StaticMembers
+from tests.waiting import WAIT_S
 
 
 class Failing(answers_pb2_grpc.AnswersServicer):
@@ -43,7 +45,10 @@ class Failing(answers_pb2_grpc.AnswersServicer):
 
 
 @pytest.fixture
-async def other() -> AsyncIterator[tuple[FrontEndPeers, Failing]]:
+async def other(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FrontEndPeers, Failing]]:
+    # Whatever the machine does meanwhile, a call fails with the status that the test has set.
+    monkeypatch.setattr(peers_module, "CALL_S", WAIT_S)
+    monkeypatch.setattr(peers_module, "_CLAIM_S", WAIT_S)
     failing, members, channels = Failing(), StaticMembers(), Channels()
     servicer = Servicer(answers_pb2_grpc.add_AnswersServicer_to_server, failing, SERVICE)
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from frontend_svc import recovery
 from frontend_svc.admission import Refusal
 from frontend_svc.settings import Limits
 from tailrace.wire.outputs import FinishReason
 from tests.frontend.conftest import Rig, eventually, open_rig
 from tests.frontend.fleet import record
 from tests.frontend.simulated_worker import SimulatedWorker
+from tests.waiting import WAIT_S
 from worker_agent.engine.simulated import SimulatedFaults, SimulatedSettings
 from worker_agent.engine.simulated.script import Script, read_vocabulary
 
@@ -20,6 +22,13 @@ from worker_agent.engine.simulated.script import Script, read_vocabulary
 SETTINGS = SimulatedSettings(max_num_seqs=64, kv_blocks=2048, reasoning_mean_tokens=0)
 CULPRIT = tuple(b"the prompt that kills any engine")
 TOKENS = 60
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let losses be explained and suspects be cleared, however long a busy machine takes for it."""
+    for name in ("EXPLAIN_S", "WIDEN_S", "EXCLUSIVE_S"):
+        monkeypatch.setattr(recovery, name, WAIT_S)
 
 
 def expected_tokens(rig: Rig, prompt: list[int]) -> list[int]:
@@ -42,7 +51,6 @@ async def test_crashing_request_kills_at_most_two_engines_and_its_neighbours_fin
     rig.members.changed()
     await eventually(lambda: len(rig.engine.workers.attached()) == 3)
     await rig.front.ready()
-    rig.front.wait_s = 60.0
     prompts = {f"n{number}": list(b"neighbour %02d" % number) for number in range(50)}
     names = list(prompts)
     for name in names[:25]:
@@ -89,7 +97,6 @@ async def test_crashing_prompt_of_another_front_end_ends_no_request_of_this_one(
             each.members.changed()
             await eventually(lambda each=each: len(each.engine.workers.attached()) == 3)  # type: ignore[misc]
             await each.front.ready()
-            each.front.wait_s = 60.0
         # One request per engine: after a crash it is the only suspect here, as the culprit is elsewhere.
         prompts = {f"n{number}": list(b"neighbour %02d" % number) for number in range(3)}
         for name, prompt in prompts.items():

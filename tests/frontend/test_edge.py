@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
@@ -70,10 +70,23 @@ class Server:
         self.connections.append(connection)
         return connection
 
+    async def connect_and_shorten(self, monkeypatch: pytest.MonkeyPatch) -> Connection:
+        """Connect; give headers and unread bodies that come from then on a tenth of a second.
+
+        The time for the header of a first request begins with the connection: a busy machine may take longer
+        until that has been sent.
+        """
+        connection = await self.connect()
+        async with asyncio.timeout(WAIT_S):
+            while not BoundedProtocol.pending and not connection.reader.at_eof():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        monkeypatch.setattr(BoundedProtocol, "limits", ConnectionLimits(0.1, 100))
+        return connection
+
 
 @asynccontextmanager
 async def serving(
-    monkeypatch: pytest.MonkeyPatch, header_timeout_s: float = 30.0, max_pending: int = 100
+    monkeypatch: pytest.MonkeyPatch, header_timeout_s: float = WAIT_S, max_pending: int = 100
 ) -> AsyncIterator[Server]:
     monkeypatch.setattr(BoundedProtocol, "limits", ConnectionLimits(header_timeout_s, max_pending))
     monkeypatch.setattr(BoundedProtocol, "max_header_bytes", 4096)
@@ -157,8 +170,8 @@ async def test_what_follows_a_chunked_body_is_bounded(
 async def test_late_header_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int
 ) -> None:
-    async with serving(monkeypatch, header_timeout_s=0.1) as server:
-        connection = await server.connect()
+    async with serving(monkeypatch, WAIT_S if sent else 0.1) as server:
+        connection = await server.connect_and_shorten(monkeypatch)
         connection.send(sent)
         if status:
             assert await connection.refusal() == (408, "The header was not complete within 0.1 s.")
@@ -167,8 +180,8 @@ async def test_late_header_ends_the_connection(
 
 
 async def test_late_header_of_a_second_request_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(monkeypatch, header_timeout_s=0.1) as server:
-        connection = await server.connect()
+    async with serving(monkeypatch) as server:
+        connection = await server.connect_and_shorten(monkeypatch)
         connection.send(GET + b"\r\n")
         assert (await connection.response())[0] == 200
         connection.send(b"GET /")
@@ -176,8 +189,8 @@ async def test_late_header_of_a_second_request_ends_the_connection(monkeypatch: 
 
 
 async def test_body_that_nobody_reads_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(monkeypatch, header_timeout_s=0.1) as server:
-        connection = await server.connect()
+    async with serving(monkeypatch) as server:
+        connection = await server.connect_and_shorten(monkeypatch)
         # Answered at once; the client goes on with its body, as one without a key could for ever.
         connection.send(GET + b"content-length: 1000\r\n\r\nb")
         assert (await connection.response())[0] == 200
@@ -187,12 +200,14 @@ async def test_body_that_nobody_reads_has_a_deadline(monkeypatch: pytest.MonkeyP
 async def test_connection_that_was_answered_before_its_body_does_not_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with serving(monkeypatch, header_timeout_s=0.1) as server:
-        connection = await server.connect()
+    async with serving(monkeypatch) as server:
+        connection = await server.connect_and_shorten(monkeypatch)
         connection.send(GET + b"content-length: 1\r\n\r\n")
         assert (await connection.response())[0] == 200
         connection.send(b"b")
-        assert await connection.reader.read() == b""
+        # On a busy machine it may have ended before that byte, which then resets it.
+        with suppress(ConnectionResetError):
+            assert await connection.reader.read() == b""
 
 
 async def test_oldest_connection_without_a_header_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:

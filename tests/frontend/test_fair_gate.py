@@ -17,7 +17,7 @@ from tailrace.service.tasks import cancel
 from tailrace.tenancy.keys import SHARE_HEADER, Share
 from tailrace.v1 import worker_pb2
 from tailrace.wire.outputs import FinishReason
-from tests.frontend.conftest import Rig, eventually
+from tests.frontend.conftest import Rig, eventually, place_wait_ends
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, ScriptedWorker, outputs
 
 PROMPT = [1] * 6
@@ -87,6 +87,7 @@ async def test_lower_priority_value_goes_first_within_a_tenant(rig: Rig) -> None
     assert (await worker.submitted()).request_id == "urgent"
 
 
+@place_wait_ends
 @two_prompt_limit
 async def test_request_that_gets_no_turn_is_refused_at_its_deadline(rig: Rig) -> None:
     worker = await rig.worker("w")
@@ -98,15 +99,25 @@ async def test_request_that_gets_no_turn_is_refused_at_its_deadline(rig: Rig) ->
     assert len(rig.engine.table) == 2 and worker.received.empty()
 
 
+@place_wait_ends
 @two_prompt_limit
 async def test_no_request_gets_a_turn_without_an_instance(rig: Rig) -> None:
-    worker = await rig.worker("w")
+    await rig.worker("w")
     await rig.front.ready()
     rig.members.draining = frozenset({"w"})
     rig.members.changed()
     await send_request(rig, "r", "a")
     assert await refusal_of(rig, "r") == NO_INSTANCE
+
+
+@two_prompt_limit
+async def test_request_gets_its_turn_with_the_first_instance(rig: Rig) -> None:
+    worker = await rig.worker("w")
+    await rig.front.ready()
+    rig.members.draining = frozenset({"w"})
+    rig.members.changed()
     await send_request(rig, "s", "a")
+    await eventually(lambda: waiting_requests(rig, "a") == 1)
     rig.members.draining = frozenset()
     rig.members.changed()
     assert (await worker.submitted()).request_id == "s"

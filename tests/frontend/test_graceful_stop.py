@@ -51,7 +51,7 @@ async def test_sigterm_lets_responses_finish_before_the_server_exits() -> None:
             text = response.aiter_text()
             assert await anext(text) == "before "
             os.kill(os.getpid(), signal.SIGTERM)
-            async with httpx.AsyncClient(base_url=url) as other:
+            async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as other:
                 with pytest.raises(httpx.ConnectError):
                     while True:
                         # The server closes connections that have no request yet.

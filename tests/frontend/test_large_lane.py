@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frontend_svc.api_server import large_lane
 from frontend_svc.api_server.large_lane import (
     REQUEST_LOOP_S,
     Doors,
@@ -19,8 +20,17 @@ from frontend_svc.api_server.large_lane import (
     large_task,
     use_two_lanes,
 )
+from tailrace.tenancy import pace
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tests.waiting import WAIT_S
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody's turn end, and nobody be alone, because this process waits for a core."""
+    monkeypatch.setattr(LargeLane.__init__, "__defaults__", (large_lane.MAX_WAITING, WAIT_S))
+    for module in (large_lane, pace):
+        monkeypatch.setattr(module, "ALONE_AFTER_S", WAIT_S)
 
 
 async def run_ready_tasks() -> None:
@@ -38,7 +48,7 @@ async def test_tenants_take_turns() -> None:
         turn.end()
 
     first = await lane.enter("a", 1.0, 0.0)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         for tenant in "aaabb":
             group.create_task(enter(tenant))
         await run_ready_tasks()
@@ -52,7 +62,7 @@ async def test_next_one_waits_until_others_had_most_of_the_event_loop() -> None:
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     (await lane.enter("a", 1.0, 0.01)).end()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         (await lane.enter("b", 1.0, 0.0)).end()
     assert loop.time() - began_s >= 0.1
 
@@ -62,7 +72,7 @@ async def test_sequences_are_submitted_one_by_one_with_time_in_between() -> None
     loop = asyncio.get_running_loop()
     turn = await lane.enter("a", 1.0, 0.0)
     began_s = loop.time()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         for _ in range(11):
             group.create_task(turn.step())
     assert loop.time() - began_s >= 10 * 0.0012
@@ -75,7 +85,7 @@ async def test_sequences_leave_more_time_once_a_small_request_has_come() -> None
     turn = await lane.enter("a", 1.0, 0.0)
     lane.small_came()
     began_s = loop.time()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         for _ in range(11):
             await turn.step()
     assert loop.time() - began_s >= 10 * 0.006
@@ -97,7 +107,7 @@ async def test_queue_of_a_tenant_is_bounded() -> None:
 async def test_turn_that_takes_too_long_is_over() -> None:
     lane = LargeLane(max_turn_s=0.01)
     first = await lane.enter("a", 1.0, 0.0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         second = await lane.enter("b", 1.0, 0.0)
         # What ends late ends no other one's turn.
         third = asyncio.create_task(lane.enter("b", 1.0, 0.0))
@@ -141,7 +151,7 @@ def test_each_turn_is_taken_and_given_back_once(events: list[tuple[str, int]]) -
 
 async def test_small_requests_of_a_tenant_enter_one_by_one_and_hold_up_no_other_tenant() -> None:
     doors = Doors(longest_s=1_000.0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         first = await doors.enter("busy")
         waiting = [asyncio.create_task(doors.enter("busy")) for _ in range(2)]
         await run_ready_tasks()
@@ -166,7 +176,7 @@ async def test_small_requests_of_one_tenant_leave_others_most_of_the_event_loop(
             (await doors.enter("busy")).give_back()
         return loop.time() - began_s
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         (await doors.enter("other")).give_back()
         # The first enters at once, and each of the others takes a quarter of the time since the one before.
         assert await enter_ten_times() >= 9 * REQUEST_LOOP_S / 0.25
@@ -183,7 +193,7 @@ async def test_tenant_alone_enters_without_pauses() -> None:
 
 async def test_small_request_that_waits_for_something_else_holds_up_nobody_for_long() -> None:
     doors = Doors()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         first = await doors.enter("busy")
         second = await doors.enter("busy")
     first.give_back()
@@ -224,10 +234,10 @@ async def test_large_prompts_do_not_occupy_the_thread_of_small_ones() -> None:
     loop = asyncio.get_running_loop()
     go_on = threading.Event()
     token = large_task.set(True)
-    large = [loop.run_in_executor(executor, go_on.wait, 20) for _ in range(3)]
+    large = [loop.run_in_executor(executor, go_on.wait, WAIT_S) for _ in range(3)]
     large_task.reset(token)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             assert await loop.run_in_executor(executor, lambda: 7) == 7
         assert not any(future.done() for future in large)
     finally:

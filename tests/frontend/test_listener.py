@@ -7,11 +7,20 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+import pytest
+
+from frontend_svc.api_server import sockets
 from frontend_svc.api_server.sockets import stop_accepting
 from tests.waiting import WAIT_S
 
 # Connections that a client makes one after another while the first listener goes away.
 ROUNDS = 150
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no connection be too late to be accepted: this process accepts them, too."""
+    monkeypatch.setattr(sockets, "_ACCEPT_S", WAIT_S)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tailrace.v1 import worker_pb2
 from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs, read_outputs
 from tailrace.wire.requests import RequestType
 from tests.counting import skipped
-from tests.frontend.conftest import Rig, eventually
+from tests.frontend.conftest import Rig, eventually, place_wait_ends
 from tests.frontend.scripted_worker import FAILED, FINISHED, PREFILL_DONE, ScriptedWorker, merge, outputs
 
 
@@ -332,6 +332,7 @@ async def test_gap_in_the_tokens_is_never_delivered(rig: Rig) -> None:
     assert rig.front.tokens["r"] == [1, 2]
 
 
+@place_wait_ends
 async def test_no_instance_is_an_error_and_closes_admission(rig: Rig) -> None:
     assert rig.admission.read() is AdmissionState.WAITING
     worker = await rig.worker("a")
@@ -350,6 +351,7 @@ async def test_no_instance_is_an_error_and_closes_admission(rig: Rig) -> None:
     assert (await other.submitted()).request_id == "s"
 
 
+@place_wait_ends
 async def test_begun_request_waits_longer_for_an_instance_than_a_new_one(rig: Rig) -> None:
     """As when the front end itself is disconnected from all instances for a while."""
     worker = await rig.worker("a")

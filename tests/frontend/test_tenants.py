@@ -306,7 +306,7 @@ async def test_requests_are_admitted_without_a_key_file(
 async def test_sequences_count_and_not_requests(admission: AdmissionClient) -> None:
     three = {"model": "m", "prompt": ["a", "b", "c"]}
     admission.app.go_on.clear()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         first = asyncio.create_task(admission.ask("five", body=three))
         await admission.app.entered.acquire()
         refused = await admission.ask("five", body=three)
@@ -402,7 +402,7 @@ async def test_body_that_does_not_arrive_is_given_up(
         seen.append((RequestLimits.bodies.bytes, RequestLimits.bodies.arriving))
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         refused = await admission.ask("free", body=endless())
     assert error_of(refused) == (400, "BadRequestError")
     assert "0.05 s" in refused.text and "12 bytes have" in refused.text
@@ -422,7 +422,7 @@ async def test_bodies_that_arrive_are_limited_by_tenant(
         await go_on.wait()
         yield b'"}'
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         first = asyncio.create_task(admission.ask("free", body=slow()))
         await arriving.wait()
         refused = await admission.ask("free", body=slow())
@@ -436,7 +436,7 @@ async def test_bodies_that_arrive_are_limited_by_tenant(
 async def test_large_request_has_its_turn_until_its_prompt_is_submitted(admission: AdmissionClient) -> None:
     large = {"model": "m", "prompt": "x" * LARGE_BYTES}
     admission.app.go_on.clear()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         first = asyncio.create_task(admission.ask("free", body=large))
         await admission.app.entered.acquire()
         second = asyncio.create_task(admission.ask("five", body=large))
@@ -473,7 +473,7 @@ async def test_client_that_reads_slowly_holds_up_no_large_request(admission: Adm
         await reads.wait()
 
     scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": []}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         slow = asyncio.create_task(RequestLimits(admission.app)(scope, receive, send))
         await admission.app.entered.acquire()
         assert (await admission.ask("free", body=body)).status_code == 200
@@ -497,7 +497,7 @@ async def test_client_that_leaves_while_it_waits_gives_up_its_turn(admission: Ad
         raise AssertionError(message)
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         request = asyncio.create_task(RequestLimits(admission.app)(scope, receive, send))
         while not len(RequestLimits.lane):  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -510,7 +510,7 @@ async def test_client_that_leaves_while_it_waits_gives_up_its_turn(admission: Ad
 
 async def test_steps_of_a_beam_search_are_no_sequences(admission: AdmissionClient) -> None:
     admission.app.go_on.clear()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         beams = asyncio.create_task(admission.ask("five", body={"n": 5, "use_beam_search": True}))
         await admission.app.entered.acquire()
         account = admission.app.accounts[0]
@@ -524,7 +524,7 @@ async def test_steps_of_a_beam_search_are_no_sequences(admission: AdmissionClien
 
 async def test_what_vllm_begins_counts_if_it_is_more_than_the_body_told(admission: AdmissionClient) -> None:
     admission.app.go_on.clear()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         request = asyncio.create_task(admission.ask("five"))
         await admission.app.entered.acquire()
         account = admission.app.accounts[0]

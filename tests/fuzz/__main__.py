@@ -37,10 +37,10 @@ from tests.fuzz.streams import fuzz_stream, stream_addresses
 from tests.harness.loadgen import completion_request, run_streams
 from tests.harness.plans import simulated_plan, started
 from tests.harness.report import machine, save
+from tests.waiting import WAIT_S
 
 _WORKERS: Final = 3
 _STREAMS: Final = 10
-_REQUEST_S: Final = 30.0
 _MIB: Final = 1 << 20
 # A process whose memory has grown by more than this keeps what clients sent.
 _MAX_GROWTH_MIB: Final = 64.0
@@ -92,10 +92,10 @@ async def count_answered(plan: Plan) -> int:
 async def one_answered(plan: Plan) -> str:
     """Run a normal request; return why it failed, or an empty text."""
     try:
-        async with asyncio.timeout(_REQUEST_S):
+        async with asyncio.timeout(WAIT_S):
             (result,) = await run_streams(plan.http, [completion_request(plan.http, "tiny", "hello", 2)])
     except TimeoutError:
-        return f"no answer within {_REQUEST_S:.0f} s"
+        return f"no answer within {WAIT_S:.0f} s"
     return result.error
 
 

@@ -49,14 +49,13 @@ from tailrace.store.reading import (
 from tailrace.store.store import TOMBSTONES, LeasedValue, LeaseExpired, Store
 from tailrace.v1 import etcd_pb2
 from tests.fuzz.record_inputs import Way, record_input
+from tests.waiting import WAIT_S
 
 _CLUSTER: Final = "default"
 # The record that is written after each input: a process that has counted it has read the input, too.
 _MARKER: Final = "pools/after-the-input"
 _MARKER_KIND: Final = "pools record"
-_READ_S: Final = 20.0
 _POLL_S: Final = 0.02
-_SCRAPE_S: Final = 5.0
 _COUNTED: Final = re.compile(r'^tailrace_unreadable_total\{what="([^"]+)"\} (\S+)$', re.MULTILINE)
 
 PROFILE: Final = ProfileRecord(
@@ -271,10 +270,10 @@ class RecordFuzz:
         self.tally.unreadable[_area(target.key)] += 1
         shown, counts = f"{target.key} ({way}): {value!r}", await self._counts()
         await self._store.put(target.key, value)
-        deadline_s = time.monotonic() + _READ_S
+        deadline_s = time.monotonic() + WAIT_S
         while (present := await self._store.get_leased(target.key)) is None or not present.lease:
             if time.monotonic() > deadline_s:
-                self.tally.findings.append(f"nobody wrote it again in {_READ_S:.0f} s: {shown}")
+                self.tally.findings.append(f"nobody wrote it again in {WAIT_S:.0f} s: {shown}")
                 await self._store.delete(target.key)
                 break
             await asyncio.sleep(_POLL_S)
@@ -328,7 +327,7 @@ class RecordFuzz:
         self._step += 1
         awaited = expected + Counter({_MARKER_KIND: 1})
         await self._store.put(_MARKER, b"\xff%d" % self._step)
-        deadline_s = time.monotonic() + _READ_S
+        deadline_s = time.monotonic() + WAIT_S
         while True:
             grown = {name: counts - before[name] for name, counts in (await self._counts()).items()}
             late = {name: awaited - counts for name, counts in grown.items() if awaited - counts}
@@ -339,7 +338,7 @@ class RecordFuzz:
         for counts in grown.values():
             self.tally.counted += counts - Counter({_MARKER_KIND: 1})
         for name, missing in late.items():
-            self.tally.findings.append(f"{name} did not count {dict(missing)} in {_READ_S:.0f} s: {shown}")
+            self.tally.findings.append(f"{name} did not count {dict(missing)} in {WAIT_S:.0f} s: {shown}")
         for name in before.keys() - grown.keys():
             self.tally.findings.append(f"{name} ended: {shown}")
 
@@ -353,7 +352,7 @@ class RecordFuzz:
 def _scrape(part: Part) -> Counter[str]:
     address = part.spec.command[part.spec.command.index("--metrics") + 1]
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_SCRAPE_S) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S) as reply:
             text = reply.read().decode()
     except OSError:
         # It may have ended; otherwise it is late.

@@ -14,8 +14,8 @@ from tailrace.records import InstanceRecord
 from tailrace.store.store import Store
 from tailrace.v1 import worker_pb2
 from tests.fuzz.messages import damage, noise, random_message
+from tests.waiting import WAIT_S
 
-_CONNECT_S: Final = 5.0
 # How long to wait for a reply before closing the connection.
 _READ_S: Final = 0.05
 _LENGTH_BYTES: Final = 4
@@ -40,7 +40,7 @@ def fuzz_stream(address: str, connections: int, random: Random, names: Sequence[
     host, _, port = address.rpartition(":")
     sent = 0
     for _ in range(connections):
-        with socket.create_connection((host, int(port)), _CONNECT_S) as connection:
+        with socket.create_connection((host, int(port)), WAIT_S) as connection:
             connection.settimeout(_READ_S)
             sent += _send_random(connection, random, names)
     return sent

@@ -47,8 +47,8 @@ from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tests.edge.test_directory import front_end
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
-REPLY_S: Final = 20.0
 BOUNDS: Final = Bounds(max_body_bytes=1 << 16)
 SERVED: Final = directory(
     [front_end("f", "first", 1, "rust"), front_end("g", "first", 2), front_end("h", "second", 3)], []
@@ -188,7 +188,7 @@ def ask(answers: Answers, asked: Sequence[Question]) -> list[Reply]:
         longest = BOUNDS.max_header_kib << 10
         server: TestServer = TestServer(answers.app())
         sizes: Any = {"max_line_size": longest, "max_field_size": longest}
-        async with asyncio.timeout(REPLY_S):
+        async with asyncio.timeout(WAIT_S):
             await server.start_server(**sizes)
             try:
                 assert server.port is not None
@@ -347,7 +347,7 @@ def test_what_cannot_be_read_is_left_out_alone(snapshots: list[dict[str, bytes]]
         clusters = ModelClusters(
             cast(Store, Etcd()), model_clusters.FRONT_ENDS, model_clusters.ADAPTERS, changed=changed
         )
-        async with asyncio.timeout(REPLY_S), clusters.following():
+        async with asyncio.timeout(WAIT_S), clusters.following():
             await last.wait()
         return clusters
 
@@ -420,10 +420,10 @@ async def test_the_proxy_takes_names_of_hosts_and_refuses_unknown_methods(tmp_pa
         with logged() as errors:
             async with (
                 proxy.running(configuration),
-                httpx.AsyncClient(http1=False, http2=True, timeout=REPLY_S) as client,
+                httpx.AsyncClient(http1=False, http2=True, timeout=WAIT_S) as client,
             ):
                 # While clusters are read, they are not yet known.
-                async with asyncio.timeout(REPLY_S):
+                async with asyncio.timeout(WAIT_S):
                     while (reply := await client.post(url, json=body)).status_code == 503:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
                 assert (reply.status_code, reply.text) == (200, "hello")

@@ -31,7 +31,7 @@ _STUBBORN = (
 )
 _DRAINS = """
 import signal
-signals = iter([lambda: None, lambda: exit(7)])
+signals = iter([lambda: print('drains', flush=True), lambda: exit(7)])
 signal.signal(signal.SIGTERM, lambda *_: next(signals)())
 print('up', flush=True)
 while True:
@@ -42,6 +42,12 @@ _WITH_CHILD = (
 )
 
 Started = subprocess.Popen[str]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for what was killed to end for as long as a busy machine may take."""
+    monkeypatch.setattr("tailrace.local.process._KILL_S", WAIT_S)
 
 
 @pytest.fixture
@@ -118,8 +124,18 @@ def test_a_part_that_drains_for_too_long_gets_a_second_sigterm(
     started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tailrace.local.process.GRACE_S", 0.2)
+    monkeypatch.setattr("tailrace.local.process.CLOSE_S", WAIT_S)
     process, _ = _start(started, _DRAINS)
-    stop_parts([_part(process.pid)], lambda: None)
+    said: list[str] = []
+
+    def wait_for_the_first() -> None:
+        # While it still waits for the process, a second one would be lost.
+        assert process.stdout is not None
+        if not said:
+            said.append(process.stdout.readline())
+
+    stop_parts([_part(process.pid)], wait_for_the_first)
+    assert said == ["drains\n"]
     assert process.wait(WAIT_S) == 7
 
 

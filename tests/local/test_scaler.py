@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +36,10 @@ def specs(count: int, program: str = "", *arguments: str) -> list[PartSpec]:
     """Return workers that run a Python program."""
     command = [sys.executable, "-c", program, *arguments, "--etcd", "", "--listen", "", "--metrics", ""]
     names = [f"worker-{number}" for number in range(count)]
-    return [PartSpec(name, Tier.WORKER, command, "", members=[name], scaled=True) for name in names]
+    return [
+        PartSpec(name, Tier.WORKER, command, "", members=[name], scaled=True, timeout_s=WAIT_S)
+        for name in names
+    ]
 
 
 def model(workers: list[PartSpec], least: int = 0) -> ScaledModel:
@@ -157,8 +162,11 @@ async def test_while_another_command_has_the_folder_nothing_changes(world: World
 
 
 async def test_one_that_fails_is_started_again_after_a_pause(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # It stands still, as the pause may be over before this process runs again.
+    now_s = time.monotonic()
+    monkeypatch.setattr(scaler_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     # Nobody says how many another model needs.
     idle = replace(model([replace(specs(1)[0], name="n-worker-0")]), model="n")
     world.write(model(specs(1, "raise SystemExit('Error: no GPU is free')")), idle)

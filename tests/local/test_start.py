@@ -33,6 +33,12 @@ def _part(name: str, command: Sequence[str], timeout_s: float = WAIT_S) -> PartS
     return PartSpec(name, Tier.ETCD, command, _NOWHERE, timeout_s=timeout_s)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for what was killed to end for as long as a busy machine may take."""
+    monkeypatch.setattr("tailrace.local.process._KILL_S", WAIT_S)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path / ".run")
@@ -130,7 +136,7 @@ async def test_a_part_is_started_again_where_the_cluster_was_started(
     elsewhere.mkdir()
     state = RunState(directory=str(folder.path))
     monkeypatch.chdir(elsewhere)
-    program = "import os, time; print(os.getcwd(), flush=True); time.sleep(60)"
+    program = "import os, time; print(os.getcwd(), flush=True); time.sleep(1000)"
     process = Restarter(folder, state, Progress()).launch(_part("w", [sys.executable, "-c", program]))
     try:
         while not (lines := process.log.read_text()):
