@@ -413,6 +413,19 @@ class Fleet:
                     return record
             time.sleep(_PAUSE_S)
 
+    def move(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
+        """Migrate a request that runs, and return the record of it. Raise RequestEnded if it had ended."""
+        try:
+            record = self.migrate(request_id, target)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.NOT_FOUND:
+                raise RequestEnded(str(error.details())) from error
+            raise
+        if request_had_ended(record):
+            raise RequestEnded(record.error)
+        assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
+        return record
+
     def _order(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
         record = migration_pb2.MigrationRecord()
         call = self.admin().Migrate(
