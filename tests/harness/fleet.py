@@ -342,9 +342,19 @@ class Fleet:
         wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to end")
         return [r for r in self.requests() if part in r.request_id]
 
-    def wait_held(self, step: str, timeout_s: float = WAIT_S) -> None:
-        """Wait until a worker logs that it holds at a fault point."""
-        wait_until(lambda: self._holds(step), f"a worker to hold at {step}", timeout_s)
+    def wait_held(
+        self, step: str, timeout_s: float = WAIT_S, ended: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until a worker logs that it holds at a fault point. Raise RequestEnded if what should hold has
+        `ended` without."""
+
+        def holds() -> bool:
+            over = ended()
+            if not (found := self._holds(step)) and over:
+                raise RequestEnded(f"it ended, and nothing was held at {step}")
+            return found
+
+        wait_until(holds, f"a worker to hold at {step}", timeout_s)
 
     def _holds(self, step: str) -> bool:
         """Return whether a worker has held at a fault point since the last such hold."""
@@ -414,7 +424,14 @@ class Fleet:
             time.sleep(_PAUSE_S)
 
     def move(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
-        """Migrate a request that runs, and return the record of it. Raise RequestEnded if it had ended."""
+        """Migrate a request, which must be committed; return the record. Raise RequestEnded if it had
+        ended."""
+        record = self.migrate_running(request_id, target)
+        assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
+        return record
+
+    def migrate_running(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
+        """Do as `migrate`. Raise RequestEnded if the request had ended."""
         try:
             record = self.migrate(request_id, target)
         except grpc.RpcError as error:
@@ -423,7 +440,6 @@ class Fleet:
             raise
         if request_had_ended(record):
             raise RequestEnded(record.error)
-        assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
         return record
 
     def _order(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
