@@ -142,7 +142,7 @@ def test_a_fleet_from_one_file(hosts: Hosts) -> None:
     }
     hosts.checked("a", "sh", "start.sh")
     hosts.checked("b", "sh", "start.sh")
-    assert active(hosts) == {"worker-a-0", "worker-b-0"}
+    wait_until(lambda: active(hosts) == {"worker-a-0", "worker-b-0"}, "both workers")
     assert "ttft=3s " in hosts.checked("a", "tailrace", "get", "slo")
 
 
