@@ -17,6 +17,7 @@ from tailrace.records import ServiceRecord
 from tailrace.store.election import Election
 from tailrace.store.registration import register
 from tailrace.store.store import Store, StoreUnavailable
+from tests.waiting import WAIT_S
 
 CANDIDATES: Final = 2
 VIEWS: Final = 12
@@ -179,7 +180,7 @@ async def observe(endpoints: list[str]) -> AsyncIterator[Observer]:
         observer = Observer(elections, views, await connect())
         running = asyncio.create_task(observer.run())
         stack.push_async_callback(_stop, running)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await observer.wait_for_leader()
         yield observer
 

@@ -11,11 +11,13 @@ from tailrace.cluster import Pool
 from tailrace.policy.parameters import format_value
 from tailrace.policy.registry import all_parameters
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
+from tests.waiting import WAIT_S
 
 NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
 
-CALL_S: Final = 10.0
-SETTLE_S: Final = 60.0
+# Only a hang reaches them.
+CALL_S: Final = WAIT_S
+SETTLE_S: Final = WAIT_S
 POLL_S: Final = 0.05
 _POOLS: Final = {pool: getattr(types_pb2, f"POOL_{pool.name}") for pool in Pool}
 

@@ -17,6 +17,7 @@ from typing import Final
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, KEY
 from tailrace.service.etcd import certificate_arguments, find_etcd
 from tests.harness.namespaces import fill, ip, run
+from tests.waiting import WAIT_S
 
 COUNT: Final = 3
 _PORT: Final = 2379
@@ -29,7 +30,6 @@ _HOST_NUMBER: Final = 254
 # etcd preallocates its log in files of 64 MiB, one ahead.
 _DISK: Final = "size=160m"
 _IMAGE: Final = "200M"
-_START_S: Final = 20.0
 _POLL_S: Final = 0.05
 
 
@@ -256,7 +256,7 @@ class FaultyCluster:
 
     async def leader(self) -> FaultyMember:
         """Return etcd's current leader. Raise TimeoutError if there is none."""
-        deadline_s = time.monotonic() + _START_S
+        deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
             for member in self.members:
                 if await asyncio.to_thread(member.is_leader):
@@ -271,6 +271,6 @@ class FaultyCluster:
 
 
 async def _wait_until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(_START_S):
+    async with asyncio.timeout(WAIT_S):
         while not await asyncio.to_thread(holds):  # noqa: ASYNC110 - etcd is polled
             await asyncio.sleep(_POLL_S)

@@ -16,8 +16,8 @@ from typing import Final
 from tailrace.service.etcd import check_etcd, etcd_command, etcd_environment
 from tailrace.service.probe import Unhealthy
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
-_START_S: Final = 20.0
 _STOP_S: Final = 5.0
 _POLL_S: Final = 0.02
 
@@ -74,18 +74,18 @@ class LocalEtcd:
     async def start(self) -> None:
         """Start or restart it and wait until it answers. Raise EtcdStartError."""
         self.launch()
-        deadline_s = time.monotonic() + _START_S
+        deadline_s = time.monotonic() + WAIT_S
         while not await asyncio.to_thread(self.answers):
             if time.monotonic() > deadline_s:
                 self.kill()
-                raise EtcdStartError(f"etcd did not answer within {_START_S:.0f} s; see {self.data_dir}.log")
+                raise EtcdStartError(f"etcd did not answer within {WAIT_S:.0f} s; see {self.data_dir}.log")
             await asyncio.sleep(_POLL_S)
 
     def kill(self) -> None:
         """Send SIGKILL and wait."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(_STOP_S)
+            self._process.wait(WAIT_S)
 
     def freeze(self) -> None:
         """Send SIGSTOP and wait until the process has stopped: it hangs without dying."""

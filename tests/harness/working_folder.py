@@ -12,8 +12,9 @@ from typing import Final
 from tailrace.local.state import RunFolder, RunState
 from tests.harness.processes import FAST_FRONT
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
-UP_S: Final = 120.0
+UP_S: Final = WAIT_S
 """Deadline of a command, `tailrace up` included."""
 UNREACHABLE_PROXY: Final = dict.fromkeys(
     ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:1"
