@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 import grpc
@@ -30,6 +30,16 @@ def before_it_ends(attempt: Callable[[], Result]) -> Result:
         except RequestEnded:
             continue
     return attempt()
+
+
+async def before_they_end(attempt: Callable[[], Awaitable[Result]]) -> Result:
+    """Do as `before_it_ends` with a coroutine."""
+    for _ in range(TRIES - 1):
+        try:
+            return await attempt()
+        except RequestEnded:
+            continue
+    return await attempt()
 
 
 def once_available(call: Callable[[], Result]) -> Result:
