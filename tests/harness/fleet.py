@@ -375,27 +375,29 @@ class Fleet:
         return sorted(found, key=lambda m: m.opened_s)
 
     def wait_idle(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until no worker has a request or a used KV block, by their metrics."""
+        """Wait until no worker has a request or a used KV block, by their metrics, which each must have."""
+        used = ("tailrace_worker_requests", "tailrace_worker_kv_blocks_used")
 
         def idle() -> bool:
-            return all(
-                self.metric(name, "tailrace_worker_requests") == 0
-                and self.metric(name, "tailrace_worker_kv_blocks_used") == 0
-                for name, process in self.processes.items()
-                if name.startswith("w") and process.alive
-            )
+            workers = [name for name, each in self.processes.items() if name.startswith("w") and each.alive]
+            samples = [self._samples(name, metric) for name in workers for metric in used]
+            return all(values and not any(values) for values in samples)
 
         wait_until(idle, "all KV to be freed", timeout_s)
 
     def metric(self, name: str, metric: str, labels: str = "") -> float:
         """Return the sum of a service's Prometheus samples of this name whose labels contain `labels`."""
+        return sum(self._samples(name, metric, labels))
+
+    def _samples(self, name: str, metric: str, labels: str = "") -> list[float]:
+        """Return those samples; none if the service does not answer."""
         body = _get(f"http://127.0.0.1:{self.metrics_ports[name]}/metrics") or ""
-        total = 0.0
+        found = []
         for line in body.splitlines():
             series, _, value = line.rpartition(" ")
             if series.partition("{")[0] == metric and labels in series:
-                total += float(value)
-        return total
+                found.append(float(value))
+        return found
 
     def silences(self, name: str = "frontend") -> int:
         """Return how often a front end has taken a worker for lost because it sent nothing for seconds, as
