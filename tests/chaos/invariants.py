@@ -21,12 +21,12 @@ from tests.chaos.open_files import open_files
 from tests.chaos.schedule import Tier
 
 _CALL_S: Final = 5.0
-_SETTLE_S: Final = 40.0
+_SETTLE_S: Final = 120.0
 # gRPC keeps connections with a replaced certificate for a minute after their last call (service/channels.py).
 _CONNECTIONS_CLOSED_S: Final = 75.0
 _POLL_S: Final = 0.2
 # A started front end is known to the other one by then, and has copies of its answers.
-_ANSWERS_COPIED_S: Final = 20.0
+_ANSWERS_COPIED_S: Final = 60.0
 _PEERS: Final = "tailrace_frontend_answer_peers"
 _UNCOPIED: Final = "tailrace_frontend_answers_uncopied"
 # Of Envoy's own, beside the edge's.

@@ -42,6 +42,8 @@ class Script:
     slo: admin.Slo = field(default_factory=lambda: admin.Slo(ttft_s=2.0, tpot_s=0.15))
     # Method name to its error status.
     errors: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
+    # How often a method still fails so; without: each time.
+    failures: dict[str, int] = field(default_factory=dict)
     # Trailing metadata of these errors.
     error_metadata: tuple[tuple[str, str], ...] = ()
     # Every received request, in order.
@@ -56,7 +58,9 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
 
     def _record(self, method: str, request: Message, context: grpc.ServicerContext) -> None:
         self.script.received.append(request)
-        if method in self.script.errors:
+        if method in self.script.errors and self.script.failures.get(method, 1):
+            if method in self.script.failures:
+                self.script.failures[method] -= 1
             context.set_trailing_metadata(self.script.error_metadata)
             context.abort(*self.script.errors[method])
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,18 @@ def test_a_model_goes_to_zero_and_back_while_another_serves(here: WorkingFolder)
         assert answer.usage is not None and answer.usage.completion_tokens == tokens
         return time.monotonic() - began_s
 
-    assert workers(here) == ["other-worker-0"]
+    @contextmanager
+    def streaming() -> Iterator[None]:
+        """Keep a stream of the scaled model for the block, with which an instance stays."""
+        stream = api.completions.create(
+            model="other", prompt="x", max_tokens=8_000, stream=True, extra_body={"min_tokens": 8_000}
+        )
+        with stream:
+            next(iter(stream))
+            yield
+
+    with streaming():
+        assert workers(here) == ["other-worker-0"]
     with Load(http, PROMPTS, {}, 2) as load:
         wait_until(lambda: load.count() >= 2, "the first answers")
         print(f"with an instance: {answered_s():.2f} s")
@@ -88,10 +100,10 @@ def test_a_model_goes_to_zero_and_back_while_another_serves(here: WorkingFolder)
         assert here.tailrace("restart", "scheduler").returncode == 0
         wait_until(lambda: not workers(here), "the model to go to zero after that")
         # What runs stays as it is.
-        answered_s()
-        write(here, most=3)
-        assert apply(here) == [f"{here.path}/other  autoscale 0 to 2 -> 0 to 3", "applied"]
-        assert workers(here) == ["other-worker-0"]
+        with streaming():
+            write(here, most=3)
+            assert apply(here) == [f"{here.path}/other  autoscale 0 to 2 -> 0 to 3", "applied"]
+            assert workers(here) == ["other-worker-0"]
         seen = load.count()
         wait_until(lambda: load.count() >= seen + 2, "answers of the first")
         load.stop()

@@ -99,8 +99,8 @@ def test_eight_broken_things_are_found(tmp_path: Path, old_etcd: str) -> None:
     }
     assert report["problems"] == len(found)
     assert all(each["mend"] for each in found.values())
-    # HTTP tells whole seconds.
-    assert re.match(r"360[01] s ahead of", found["clock"]["detail"])
+    # HTTP tells whole seconds, and a busy machine may take some to read them.
+    assert re.match(r"36[0-5]\d s ahead of", found["clock"]["detail"])
 
 
 def test_an_expired_certificate(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class Clients:
     def more(self, *names: str) -> None:
         """Wait until each of these has two answers more."""
         seen = {name: len(self.answers[name]) for name in names}
-        wait_until(lambda: all(len(self.answers[name]) >= seen[name] + 2 for name in names), "answers", 180)
+        wait_until(lambda: all(len(self.answers[name]) >= seen[name] + 2 for name in names), "answers")
 
     def _run(self, name: str) -> None:
         while not self._stopped.is_set():
@@ -171,7 +171,7 @@ def test_three_models_change_while_they_serve(here: WorkingFolder) -> None:
         parts = here.state().parts
         return [part.name for part in parts if part.name.startswith(prefix) and part.identity.alive()]
 
-    wait_until(lambda: not workers("gemma-worker"), "gemma to go to zero", 180)
+    wait_until(lambda: not workers("gemma-worker"), "gemma to go to zero")
     timed("gemma is at zero")
     asked_s = time.monotonic()
     assert clients.ask("gemma") == first["gemma"]
@@ -186,7 +186,7 @@ def test_three_models_change_while_they_serve(here: WorkingFolder) -> None:
 
     newer = changed_model(here.path / "moe-2", moe)
     with worker(here, newer, "moe-new-0"):
-        wait_until(lambda: "moe-new-0" in done("get", "instances"), "the new worker", 300)
+        wait_until(lambda: "moe-new-0" in done("get", "instances"), "the new worker")
         timed("an instance with moe's new weights")
         done("rollout", "start", "moe", "--to", str(newer), "--min-warm", "1")
         timed("moe is rolled out")

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from tailrace.cli.main import main
 from tailrace.local.state import RunFolder, RunState
 from tests.harness.processes import FAST_FRONT
+from tests.harness.tries import TRIES
 from tests.harness.working_folder import WorkingFolder
 from tests.waiting import WAIT_S
 
@@ -38,7 +39,7 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
             return bool(reply.status == 200)
     except OSError:
         return False
@@ -215,38 +216,47 @@ def test_a_part_that_fails_while_starting(here: WorkingFolder) -> None:
 
 
 def test_a_worker_killed_while_starting(here: WorkingFolder) -> None:
-    running = subprocess.Popen(
-        here.command("up", "--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port)),
-        cwd=here.path,
-        env=here.environment(),
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    state = _wait_for_worker_start(here)
-    worker = next(part for part in state.parts if part.name == "worker-0")
-    os.kill(worker.identity.pid, signal.SIGKILL)
-    _, errors = running.communicate(timeout=WAIT_S)
-    assert running.returncode == 1
+    def kill_worker(state: RunState, running: subprocess.Popen[str]) -> None:
+        worker = next(part for part in state.parts if part.name == "worker-0")
+        os.kill(worker.identity.pid, signal.SIGKILL)
+
+    state, code, errors = _disturbed_start(here, kill_worker)
+    assert code == 1
     assert "worker-0 exited while starting (SIGKILL; out of memory?)" in errors
     _assert_nothing_left(here, state)
 
 
 def test_an_interrupted_start(here: WorkingFolder) -> None:
-    running = subprocess.Popen(
-        here.command("up", "--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port)),
-        cwd=here.path,
-        env=here.environment(),
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    state = _wait_for_worker_start(here)
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=WAIT_S)
-    assert running.returncode == 130
+    state, code, errors = _disturbed_start(here, lambda _, running: running.send_signal(signal.SIGINT))
+    assert code == 130
     assert "interrupted" in errors
     _assert_nothing_left(here, state)
+
+
+def _disturbed_start(
+    here: WorkingFolder, disturb: Callable[[RunState, subprocess.Popen[str]], None]
+) -> tuple[RunState, int, str]:
+    """Run `tailrace up` and disturb it once the worker has been started; return the state then, the exit code
+    and what it printed.
+
+    Again if it is up before that, as this process did not run for a while.
+    """
+    for _ in range(TRIES):
+        running = subprocess.Popen(
+            here.command("up", "--engine", "simulated", "--front", FAST_FRONT, "--port", str(here.port)),
+            cwd=here.path,
+            env=here.environment(),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        state = _wait_for_worker_start(here)
+        disturb(state, running)
+        _, errors = running.communicate(timeout=WAIT_S)
+        if running.returncode:
+            break
+        assert here.tailrace("down").returncode == 0
+    return state, running.returncode, errors
 
 
 def _wait_for_worker_start(here: WorkingFolder) -> RunState:

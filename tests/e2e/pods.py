@@ -24,6 +24,7 @@ from tests.e2e.pod_network import (
 )
 from tests.harness.chats import Chats
 from tests.harness.processes import wait_until
+from tests.harness.tries import TRIES
 from tests.waiting import WAIT_S
 
 PROMPT = task("wxyz", 120, 90).prompt
@@ -61,18 +62,24 @@ def test_a_pod_that_is_deleted_hands_its_requests_over(pods: dict[str, Pod], fol
         def start(number: int) -> Future[Chat]:
             return chats.start(PROMPT, lambda _: begun.add(number))
 
-        # One on each worker.
-        running = [start(number) for number in range(2)]
-        wait_until(lambda: len(begun) == 2, "both answers to begin")
-        said = worker.pre_stop()
-        assert "worker-0 is empty and gets nothing new" in said
-        assert _committed(folder, pods) == [("worker-0", "worker-1")]
-        assert worker.stop() == 0
-        for each in running:
-            assert each.result(WAIT_S).same_text_and_usage(expected)
-        # The set starts it again, under the same name.
-        worker.start()
-        wait_until(worker.ready, "worker-0 to be ready again")
+        for _ in range(TRIES):
+            begun.clear()
+            # One on each worker.
+            running = [start(number) for number in range(2)]
+            wait_until(lambda: len(begun) == 2, "both answers to begin")
+            said = worker.pre_stop()
+            assert "worker-0 is empty and gets nothing new" in said
+            moves = _committed(folder, pods)
+            assert worker.stop() == 0
+            for each in running:
+                assert each.result(WAIT_S).same_text_and_usage(expected)
+            # The set starts it again, under the same name.
+            worker.start()
+            wait_until(worker.ready, "worker-0 to be ready again")
+            # On a busy machine the answers may end before the command has begun.
+            if moves:
+                break
+        assert moves == [("worker-0", "worker-1")]
         # Without the drain of its predecessor: now it is SIGTERM alone that moves requests.
         running = [start(number) for number in range(2, 4)]
         wait_until(lambda: {2, 3} <= begun, "both answers to begin")

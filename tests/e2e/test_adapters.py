@@ -10,6 +10,7 @@ import pytest
 from tests.features.models import make_adapter
 from tests.harness.fleet import Fleet
 from tests.harness.processes import wait_until
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -22,11 +23,11 @@ def test_both_front_ends_serve_an_adapter_that_one_loaded(
     fleet = Fleet(tmp_path, "vllm")
 
     def paths(name: str) -> dict[str, str]:
-        cards = httpx.get(f"{fleet.urls[name]}/v1/models", timeout=30).json()["data"]
+        cards = httpx.get(f"{fleet.urls[name]}/v1/models", timeout=WAIT_S).json()["data"]
         return {card["id"]: card["root"] for card in cards}
 
     def change(name: str, action: str, **request: object) -> tuple[int, str]:
-        response = httpx.post(f"{fleet.urls[name]}/v1/{action}_lora_adapter", json=request, timeout=60)
+        response = httpx.post(f"{fleet.urls[name]}/v1/{action}_lora_adapter", json=request, timeout=WAIT_S)
         return response.status_code, response.text
 
     def load(name: str, adapter: str, path: Path, in_place: bool = False) -> tuple[int, str]:
@@ -34,7 +35,7 @@ def test_both_front_ends_serve_an_adapter_that_one_loaded(
 
     def ask(name: str) -> tuple[int, str]:
         body = {"model": "a", "prompt": "one two", "max_tokens": 8, "temperature": 0}
-        response = httpx.post(f"{fleet.urls[name]}/v1/completions", json=body, timeout=60)
+        response = httpx.post(f"{fleet.urls[name]}/v1/completions", json=body, timeout=WAIT_S)
         text = response.text if response.is_error else response.json()["choices"][0]["text"]
         return response.status_code, text
 

@@ -22,7 +22,9 @@ from tailrace.v1 import types_pb2
 from tests.e2e.cpu_experts import write_plugin
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until
+from tests.harness.tries import RequestEnded, before_it_ends
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -77,23 +79,31 @@ class Deployment:
     clients: ThreadPoolExecutor
 
     def start(self, prompt: Sequence[int], instance: str) -> tuple[Tokens, Future[list[int]]]:
-        """Start a stream and bring it to this instance."""
+        """Start a stream and bring it to this instance; another one if it ends before."""
+        return before_it_ends(lambda: self.try_to_start(prompt, instance))
+
+    def try_to_start(self, prompt: Sequence[int], instance: str) -> tuple[Tokens, Future[list[int]]]:
+        """Do that once. Raise RequestEnded if the stream ends before it is there."""
         tokens = Tokens()
         ended = self.clients.submit(self._stream, prompt, tokens)
-        assert tokens.begun.wait(120) or ended.result()
-        found = self.fleet.wait_request(tokens.request_id)
+        wait_until(lambda: tokens.begun.is_set() or ended.done(), "the stream to begin")
+        if ended.done():
+            # It may have failed.
+            ended.result()
+        found = self.fleet.wait_request(tokens.request_id, ended=ended.done)
         tokens.request_id = found.request_id
         if found.instance_id != instance:
-            self.move(tokens, instance)
+            self.move(tokens, ended, instance)
         return tokens, ended
 
-    def move(self, tokens: Tokens, instance: str) -> None:
-        """Migrate a stream live, and wait until the scheduler sees it there."""
-        record = self.fleet.migrate(tokens.request_id, instance)
-        assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
+    def move(self, tokens: Tokens, ended: Future[list[int]], instance: str) -> None:
+        """Migrate a stream live, and wait until the scheduler sees it there. Raise RequestEnded."""
+        record = self.fleet.move(tokens.request_id, instance)
         assert record.way == types_pb2.WAY_LIVE, record.way_reason
 
         def is_there() -> bool:
+            if ended.done():
+                raise RequestEnded(f"the stream was not seen on {instance}")
             found = self.fleet.find_request(tokens.request_id)
             return found is not None and found.instance_id == instance
 
@@ -101,7 +111,7 @@ class Deployment:
 
     def run(self, prompt: Sequence[int], instance: str) -> list[int]:
         """Return all tokens of a stream on this instance."""
-        return self.start(prompt, instance)[1].result(timeout=240)
+        return self.start(prompt, instance)[1].result(timeout=WAIT_S)
 
     def _stream(self, prompt: Sequence[int], tokens: Tokens) -> list[int]:
         body = {
@@ -114,7 +124,7 @@ class Deployment:
             "return_token_ids": True,
         }
         url = f"{self.fleet.http}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=240) as reply:
+        with httpx.stream("POST", url, json=body, timeout=WAIT_S) as reply:
             for line in reply.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -162,7 +172,7 @@ def test_each_rank_streams_what_one_worker_does(session: Deployment, expected: l
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         assert [session.run(prompt, name) for name in RANKS] == [tokens] * 2
     both = [session.start(prompt, name) for prompt, name in zip(PROMPTS, RANKS, strict=True)]
-    assert [ended.result(timeout=240) for _, ended in both] == expected
+    assert [ended.result(timeout=WAIT_S) for _, ended in both] == expected
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -172,10 +182,14 @@ def test_request_starts_an_idle_deployment(session: Deployment, expected: list[l
 
 
 def test_request_moves_live_between_ranks(session: Deployment, expected: list[list[int]]) -> None:
-    tokens, ended = session.start(PROMPTS[0], RANKS[0])
-    for name in (RANKS[1], RANKS[0], ALONE, RANKS[1]):
-        session.move(tokens, name)
-    assert ended.result(timeout=240) == expected[0]
+    def moved() -> Future[list[int]]:
+        tokens, ended = session.try_to_start(PROMPTS[0], RANKS[0])
+        for name in (RANKS[1], RANKS[0], ALONE, RANKS[1]):
+            session.move(tokens, ended, name)
+        return ended
+
+    ended = before_it_ends(moved)
+    assert ended.result(timeout=WAIT_S) == expected[0]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -185,7 +199,7 @@ def test_killed_rank_ends_the_deployment_and_no_stream(
     fleet, survivor = session.fleet, RANKS[1 - killed]
     streams = [session.start(prompt, name) for prompt, name in zip(PROMPTS, RANKS, strict=True)]
     fleet.processes[RANKS[killed]].kill()
-    assert [ended.result(timeout=240) for _, ended in streams] == expected
+    assert [ended.result(timeout=WAIT_S) for _, ended in streams] == expected
     wait_until(lambda: not fleet.processes[survivor].alive, f"{survivor} to end")
     said = f"rank {killed} of 2 of the data-parallel deployment has died"
     assert said in fleet.processes[survivor].text()

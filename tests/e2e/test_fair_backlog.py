@@ -13,6 +13,7 @@ from tailrace.tenancy.file import locked_key_file
 from tailrace.tenancy.keys import SHARE_HEADER, Share, Tenant, TenantKeys
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until
+from tests.harness.tries import TRIES
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
@@ -97,13 +98,20 @@ async def wait_for(condition: Callable[[], bool], what: str) -> None:
     await asyncio.to_thread(wait_until, condition, what)
 
 
-@pytest.mark.slow
-async def test_burst_delays_another_tenant_by_at_most_the_backlog(front_end: FairFrontEnd) -> None:
+async def burst(front_end: FairFrontEnd) -> int | None:
+    """Send a burst, and another tenant's request as soon as most of it waits.
+
+    Return how many had begun once that waits; None if most had, since this process did not run for a while.
+    """
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=WAIT_S, limits=limits) as client, asyncio.TaskGroup() as group:
         for number in range(BURST):
             group.create_task(front_end.ask(client, "a", number))
-        await wait_for(lambda: front_end.waiting("a") >= BURST / 2, "the burst to wait")
+
+        def waits() -> bool:
+            return front_end.waiting("a") >= BURST / 2
+
+        await wait_for(lambda: waits() or len(front_end.began) == BURST, "the burst to wait")
         # Whatever the clients claim, the requests belong to tenant a.
         assert await asyncio.to_thread(front_end.waiting, "b") == 0
         other = group.create_task(front_end.ask(client, "b", 0))
@@ -112,6 +120,16 @@ async def test_burst_delays_another_tenant_by_at_most_the_backlog(front_end: Fai
         )
         began = len(front_end.began)
         await other
+    return began if began < BURST - 6 else None
+
+
+@pytest.mark.slow
+async def test_burst_delays_another_tenant_by_at_most_the_backlog(front_end: FairFrontEnd) -> None:
+    for _ in range(TRIES):
+        front_end.began.clear()
+        if (began := await burst(front_end)) is not None:
+            break
+    assert began is not None, "the burst was never seen to wait"
     between = front_end.began.index("b") - began
     # Two prompts were in the backlog, and at most one more of tenant a gets its turn first. One more allows
     # for the order in which the events of two streams reach their clients.
@@ -123,11 +141,20 @@ async def test_burst_delays_another_tenant_by_at_most_the_backlog(front_end: Fai
 @pytest.mark.slow
 async def test_cancelled_waiting_requests_leave_nothing_behind(front_end: FairFrontEnd) -> None:
     async with httpx.AsyncClient(timeout=WAIT_S) as client:
-        tasks = [asyncio.create_task(front_end.ask(client, "a", number)) for number in range(8)]
-        await wait_for(lambda: front_end.waiting("a") >= 3, "requests to wait")
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(TRIES):
+            tasks = [asyncio.create_task(front_end.ask(client, "a", number)) for number in range(8)]
+
+            def ended(tasks: list[asyncio.Task[None]] = tasks) -> bool:
+                return all(task.done() for task in tasks)
+
+            await wait_for(lambda: front_end.waiting("a") >= 3 or ended(), "requests to wait")
+            waited = not ended()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if waited:
+                break
+    assert waited
     await wait_for(
         lambda: front_end.waiting("a") == 0 and front_end.backlog_tokens() == 0, "the gate to be empty"
     )

@@ -5,12 +5,15 @@ test_vllm_fleet.py has one case per step with vLLM.
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+
 import pytest
 
 from examples.fleet import Chat
 from tests.harness.chats import Chats
 from tests.harness.fleet import Fleet
-from tests.harness.processes import wait_until
+from tests.harness.tries import before_it_ends
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
@@ -48,20 +51,22 @@ MAX_TOKENS = 400
 def test_stream_survives_a_kill_at_a_migration_step(
     simulated_fleet: Fleet, simulated_chats: Chats, undisturbed: Chat, step: str, victim: str
 ) -> None:
-    progress: list[Chat] = []
-    stream = simulated_chats.start(
-        PROMPT, progress.append, max_tokens=MAX_TOKENS, extra_body={"min_tokens": MAX_TOKENS}
-    )
-    wait_until(lambda: len(progress) > 20, "the stream to begin")
-    placed = simulated_fleet.wait_request(progress[-1].request_id)
-    target = next(name for name in simulated_fleet.instances() if name != placed.instance_id)
-    mover = simulated_fleet.hold_migration(placed.request_id, target, STEPS[step])
-    name = {
-        "source": placed.instance_id,
-        "target": target,
-        "migration": "migration",
-        "scheduler": simulated_fleet.leader(),
-    }[victim]
+    def held() -> tuple[Future[Chat], str, str, threading.Thread]:
+        """Start a stream and hold its migration; return it, source, target, and who waits for the end."""
+        stream, chat = simulated_chats.begin(
+            PROMPT,
+            lambda chat: len(chat.reasoning) + len(chat.answer) > 20,
+            max_tokens=MAX_TOKENS,
+            extra_body={"min_tokens": MAX_TOKENS},
+        )
+        placed = simulated_fleet.wait_request(chat.request_id, ended=stream.done)
+        target = next(name for name in simulated_fleet.instances() if name != placed.instance_id)
+        mover = simulated_fleet.hold_migration(placed.request_id, target, STEPS[step], ended=stream.done)
+        return stream, placed.instance_id, target, mover
+
+    stream, source, target, mover = before_it_ends(held)
+    victims = {"source": source, "target": target, "migration": "migration"}
+    name = victims[victim] if victim in victims else simulated_fleet.leader()
     simulated_fleet.processes[name].kill()
     simulated_fleet.disarm()
     assert stream.result(timeout=WAIT_S).same_text_and_usage(undisturbed)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.e2e.inside import run_inside
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 def test_engine_on_two_nodes(tmp_path: Path) -> None:
-    run_inside(Path(__file__).with_name("two_nodes.py"), tmp_path, "-m", "slow", timeout_s=1400)
+    run_inside(Path(__file__).with_name("two_nodes.py"), tmp_path, "-m", "slow", timeout_s=2900)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.inside import run_inside
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(

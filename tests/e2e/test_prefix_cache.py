@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,11 +17,12 @@ from openai.types.chat import ChatCompletionMessageParam
 from tailrace.tiny.task import task
 from tailrace.v1 import admin_pb2, migration_pb2, types_pb2
 from tests.e2e.conftest import VLLM_KV_BLOCKS, VLLM_WORKERS
-from tests.e2e.test_vllm_fleet import TRIES, longer_than, move_while_running
+from tests.e2e.test_vllm_fleet import longer_than, move_while_running
 from tests.harness.chats import Chats, assert_expected, client
 from tests.harness.controlled import in_effect
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until
+from tests.harness.tries import TRIES, RequestEnded, before_it_ends, once_available
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm
@@ -42,7 +44,8 @@ def fleet(vllm_fleet: Fleet) -> Iterator[Fleet]:
 
 def set_policy(fleet: Fleet, policy: str, **parameters: str) -> None:
     """Set the placement policy and wait until it is active."""
-    fleet.admin().SetPolicy(admin_pb2.SetPolicyRequest(name=policy, parameters=parameters), timeout=WAIT_S)
+    request = admin_pb2.SetPolicyRequest(name=policy, parameters=parameters)
+    once_available(lambda: fleet.admin().SetPolicy(request, timeout=WAIT_S))
 
     def decides() -> bool:
         policies = fleet.admin().ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S).policies
@@ -173,17 +176,16 @@ def draining(fleet: Fleet) -> set[str]:
     return {name for name, instance in fleet.instances().items() if instance.state == state}
 
 
-def drain(fleet: Fleet, name: str) -> None:
-    """Drain a worker and wait until its requests have ended."""
-    for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name), timeout=WAIT_S):
-        pass
+def drain(fleet: Fleet, name: str, undo: bool = False) -> None:
+    """Drain a worker and wait until its requests have ended; or undo it."""
+    request = admin_pb2.DrainRequest(instance_id=name, undrain=undo)
+    once_available(lambda: list(fleet.admin().Drain(request, timeout=WAIT_S)))
 
 
 def undrain(fleet: Fleet) -> None:
     """Undrain all workers, also one that was killed: it is a suspect now, and would return drained."""
     for name in VLLM_WORKERS:
-        for _ in fleet.admin().Drain(admin_pb2.DrainRequest(instance_id=name, undrain=True), timeout=WAIT_S):
-            pass
+        drain(fleet, name, undo=True)
 
 
 @dataclass
@@ -197,11 +199,17 @@ class DrainedHolder:
     prompt_tokens: int = 0
 
     def __enter__(self) -> DrainedHolder:
-        before = submitted(self.fleet)
-        self.answer, self.prompt_tokens, found = ask(self.fleet, self.name)
-        assert found < 2 * BLOCK
-        after = submitted(self.fleet)
-        (self.holder,) = (name for name in after if after[name] > before[name])
+        prompts = [self.name, *(f"{self.name} again {number}" for number in range(1, TRIES))]
+        for self.name in prompts:
+            before = submitted(self.fleet)
+            self.answer, self.prompt_tokens, found = ask(self.fleet, self.name)
+            assert found < 2 * BLOCK
+            after = submitted(self.fleet)
+            holders = [name for name in after if after[name] > before[name]]
+            # A worker that answers too late may compute the prompt, too.
+            if len(holders) == 1:
+                break
+        (self.holder,) = holders
         wait_reported(self.fleet, self.holder)
         drain(self.fleet, self.holder)
         return self
@@ -221,15 +229,17 @@ def placed_by_scheduler(
     """Return what an attempt finds in which the scheduler placed every request, and the prefix's holder.
 
     On a busy machine the scheduler may answer too late, and the front end knows of no prefix: then the
-    attempt is made again, with another prompt.
+    attempt is made again, with another prompt; it may raise RequestEnded then. So it is if a worker is
+    silent for too long, and what it carries is recomputed.
     """
     set_policy(fleet, "tailrace", pull_margin="0")
     for number in range(TRIES):
         with DrainedHolder(fleet, f"{name} {number}") as held:
-            own = placed_by_front_end(fleet)
-            found = attempt(held)
-            if placed_by_front_end(fleet) == own:
-                return held, found
+            own, silences = placed_by_front_end(fleet), fleet.silences()
+            with suppress(RequestEnded):
+                found = attempt(held)
+                if placed_by_front_end(fleet) == own and fleet.silences() == silences:
+                    return held, found
     pytest.fail(f"in none of {TRIES} attempts did the scheduler place all requests in time")
 
 
@@ -258,18 +268,34 @@ def test_prefix_corrupted_in_transit_is_recomputed(fleet: Fleet) -> None:
     assert corrupt == 1
 
 
+def held_pull(fleet: Fleet, pool: ThreadPoolExecutor, name: str) -> Future[tuple[str, int, int]]:
+    """Ask for a prompt, and wait until its prefix's pull is held. Raise RequestEnded if none is pulled: the
+    scheduler has answered too late."""
+    fleet.arm({"hold": "pull:connected", "seconds": 60})
+    future = pool.submit(ask, fleet, name)
+    try:
+        fleet.wait_held("pull:connected", ended=future.done)
+    except RequestEnded:
+        fleet.disarm()
+        raise
+    return future
+
+
 def test_prompt_is_computed_when_the_holder_dies_during_a_pull(fleet: Fleet) -> None:
     set_policy(fleet, "tailrace", pull_margin="0")
-    with DrainedHolder(fleet, "killed") as held, ThreadPoolExecutor(1) as pool:
-        before = pulls(fleet, "lost")
-        fleet.arm({"hold": "pull:connected", "seconds": 60})
-        future = pool.submit(ask, fleet, held.name)
-        fleet.wait_held("pull:connected")
-        fleet.processes[held.holder].kill()
-        fleet.disarm()
-        answer, _, found = future.result(60)
-        assert answer == held.answer and found < 2 * BLOCK
-        assert pulls(fleet, "lost") == before + 1
+
+    def killed() -> None:
+        with DrainedHolder(fleet, f"killed {next(numbers)}") as held, ThreadPoolExecutor(1) as pool:
+            before = pulls(fleet, "lost")
+            future = held_pull(fleet, pool, held.name)
+            fleet.processes[held.holder].kill()
+            fleet.disarm()
+            answer, _, found = future.result(WAIT_S)
+            assert answer == held.answer and found < 2 * BLOCK
+            assert pulls(fleet, "lost") == before + 1
+
+    numbers = itertools.count()
+    before_it_ends(killed)
 
 
 def test_concurrent_requests_share_one_pull(fleet: Fleet) -> None:
@@ -280,13 +306,15 @@ def test_concurrent_requests_share_one_pull(fleet: Fleet) -> None:
         all_placed = placed + 6
         with ThreadPoolExecutor(6) as pool:
             futures = [pool.submit(ask, fleet, held.name) for _ in range(6)]
-            fleet.wait_held("pull:connected")
-            wait_until(
-                lambda: fleet.metric("frontend", "tailrace_frontend_placements_total") >= all_placed,
-                "all six to be placed while the first pull is held",
-            )
-            fleet.disarm()
-            results = [future.result(60) for future in futures]
+            try:
+                fleet.wait_held("pull:connected", ended=lambda: all(future.done() for future in futures))
+                wait_until(
+                    lambda: fleet.metric("frontend", "tailrace_frontend_placements_total") >= all_placed,
+                    "all six to be placed while the first pull is held",
+                )
+            finally:
+                fleet.disarm()
+            results = [future.result(WAIT_S) for future in futures]
         shared = pulls(fleet, "shared") + pulls(fleet, "held") - shared
         return results, pulls(fleet, "pulled") - before, shared
 
@@ -379,17 +407,25 @@ def copies_ahead(fleet: Fleet, name: str) -> bool:
 def test_evicted_prefix_is_lent_from_host_memory(fleet: Fleet) -> None:
     """For ten seconds no reports reach the scheduler, and the holder's device evicts the prompt."""
     set_policy(fleet, "tailrace", pull_margin="0")
-    held = DrainedHolder(fleet, "stale")
+    assert any(lent_from_host_memory(fleet, f"stale {number}") for number in range(TRIES))
+
+
+def lent_from_host_memory(fleet: Fleet, name: str) -> bool:
+    """Check that a prefix is lent; return whether the scheduler has placed all requests for it in time."""
+    held = DrainedHolder(fleet, name)
     try:
         with held, reports_paused(fleet):
             drain_others(fleet, held.holder)
             began_s, computed = time.monotonic(), 0
             while computed < int(VLLM_KV_BLOCKS) or time.monotonic() < began_s + STALE_S:
-                _, tokens, known = ask(fleet, f"another {computed}", words=400)
+                _, tokens, known = ask(fleet, f"another {name} {computed}", words=400)
                 computed += (tokens - known) // BLOCK
-            drain_others(fleet, *(name for name in VLLM_WORKERS if name != held.holder))
+            drain_others(fleet, *(other for other in VLLM_WORKERS if other != held.holder))
             pulled, expected = pulls(fleet, "pulled"), fleet.metric("scheduler-0", EXPECTED)
+            own = placed_by_front_end(fleet)
             answer, _, found = ask(fleet, held.name)
+            if placed_by_front_end(fleet) > own:
+                return False
             assert (answer, found) == (held.answer, held.full_block_tokens)
             assert pulls(fleet, "pulled") == pulled + 1
             assert fleet.metric("scheduler-0", EXPECTED) == expected + held.full_block_tokens
@@ -402,30 +438,36 @@ def test_evicted_prefix_is_lent_from_host_memory(fleet: Fleet) -> None:
         assert (answer, found) == (held.answer, held.full_block_tokens)
         loaded = fleet.metric(held.holder, "tailrace_worker_host_cached_prompt_tokens_total") - loaded
         assert loaded == held.full_block_tokens
+        return True
     finally:
         undrain(fleet)
         # Its cache is full: new blocks would evict as many, so no block count would grow in later tests.
         fleet.processes[held.holder].kill()
         fleet.repair()
+        fleet.wait_instances(VLLM_WORKERS)
 
 
 def test_pull_survives_a_scheduler_restart(fleet: Fleet) -> None:
     set_policy(fleet, "tailrace", pull_margin="0")
-    with DrainedHolder(fleet, "restart") as held, ThreadPoolExecutor(1) as pool:
-        before, blocks = pulls(fleet, "pulled"), cached_blocks(fleet)
-        fleet.arm({"hold": "pull:connected", "seconds": 60})
-        future = pool.submit(ask, fleet, held.name)
-        fleet.wait_held("pull:connected")
-        fleet.processes["scheduler-0"].kill()
-        fleet.repair()
-        fleet.wait_leader()
-        fleet.disarm()
-        assert future.result(60) == (held.answer, held.prompt_tokens, held.full_block_tokens)
-        assert pulls(fleet, "pulled") == before + 1
-        # It requests snapshots from workers whose first update it missed, and then knows the pulled blocks.
-        pulled = held.full_block_tokens // BLOCK
-        wait_until(lambda: cached_blocks(fleet) >= blocks + pulled, "the pulled blocks to be known")
-        assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= 1
+
+    def restarted() -> None:
+        with DrainedHolder(fleet, f"restart {next(numbers)}") as held, ThreadPoolExecutor(1) as pool:
+            before, blocks = pulls(fleet, "pulled"), cached_blocks(fleet)
+            future = held_pull(fleet, pool, held.name)
+            fleet.processes["scheduler-0"].kill()
+            fleet.repair()
+            fleet.wait_leader()
+            fleet.disarm()
+            assert future.result(WAIT_S) == (held.answer, held.prompt_tokens, held.full_block_tokens)
+            assert pulls(fleet, "pulled") == before + 1
+            # It requests snapshots from workers whose first update it missed, and then knows the pulled
+            # blocks.
+            pulled = held.full_block_tokens // BLOCK
+            wait_until(lambda: cached_blocks(fleet) >= blocks + pulled, "the pulled blocks to be known")
+            assert fleet.metric("scheduler-0", "tailrace_scheduler_cache_snapshots") >= 1
+
+    numbers = itertools.count()
+    before_it_ends(restarted)
 
 
 def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
@@ -436,8 +478,11 @@ def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
     before = {name: instance.cached_blocks for name, instance in fleet.instances().items()}
     for number in range(TURNS):
         for conversation in conversations:
-            known = conversation.prompt_tokens
+            known, own = conversation.prompt_tokens, placed_by_front_end(fleet)
             turn(fleet, conversation)
+            if number and placed_by_front_end(fleet) > own:
+                # On a busy machine the scheduler may not answer within the front end's second.
+                continue
             if number:
                 assert conversation.cached_tokens >= known // BLOCK * BLOCK
             else:
@@ -463,10 +508,16 @@ def test_conversations_find_their_prefixes(fleet: Fleet) -> None:
             decided.append(conversation)
     assert decided
     placed = fleet.metric("scheduler-0", EXPECTED)
-    assert placed == sum(conversation.cached_tokens for conversation in decided)
+    found = sum(conversation.cached_tokens for conversation in decided)
+    # It counts those that it answered too late, too.
+    assert placed == found or (placed > found and len(decided) < len(conversations))
 
     salted = Conversation(openai, "talk a", salt="another tenant")
     turn(fleet, salted)
     assert salted.cached_tokens == 0
-    turn(fleet, salted)
+    for _ in range(TRIES):
+        own = placed_by_front_end(fleet)
+        turn(fleet, salted)
+        if placed_by_front_end(fleet) == own:
+            break
     assert salted.cached_tokens > 0

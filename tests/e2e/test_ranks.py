@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,10 +20,11 @@ import pytest
 
 from examples.fleet import Chat
 from tailrace.tiny.task import task
-from tailrace.v1 import types_pb2
+from tailrace.v1 import migration_pb2, types_pb2
 from tests.harness.chats import Chats, assert_expected
 from tests.harness.fleet import Fleet
 from tests.harness.processes import wait_until
+from tests.harness.tries import RequestEnded, before_it_ends
 from tests.waiting import WAIT_S
 from worker_agent.parallel.rank_leftovers import Names, names_of
 
@@ -68,24 +71,29 @@ def chats(fleet: Fleet) -> Iterator[Chats]:
     clients.close()
 
 
-def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Callable[[], Chat]]:
-    """Start a stream on this worker; return its request ID and a function that waits for its end."""
-    progress: list[Chat] = []
-    stream = chats.start(LONG.prompt, progress.append)
-    wait_until(lambda: bool(progress) and len(progress[-1].reasoning) > 40, "some thought", 120)
-    placed = fleet.wait_request(progress[-1].request_id)
+def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Future[Chat]]:
+    """Start a stream on this worker; return its request ID, and the future of its end."""
+    return before_it_ends(lambda: stream_on(fleet, chats, worker))
+
+
+def stream_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Future[Chat]]:
+    """Do that once. Raise RequestEnded if the stream ends before it is there."""
+    stream, chat = chats.begin(LONG.prompt, lambda chat: len(chat.reasoning) > 40)
+    placed = fleet.wait_request(chat.request_id, ended=stream.done)
     if placed.instance_id != worker:
         # The control plane may hear of it later than the client.
-        wait_decoding(fleet, placed.request_id, placed.instance_id)
-        record = fleet.migrate(placed.request_id, worker)
-        assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
-    return placed.request_id, lambda: stream.result(timeout=240)
+        wait_decoding(fleet, placed.request_id, placed.instance_id, stream)
+        fleet.move(placed.request_id, worker)
+    return placed.request_id, stream
 
 
-def wait_decoding(fleet: Fleet, request_id: str, worker: str) -> None:
-    """Wait until the request decodes there; after a replay its prompt is computed first."""
+def wait_decoding(fleet: Fleet, request_id: str, worker: str, stream: Future[Chat]) -> None:
+    """Wait until the request decodes there; after a replay its prompt is computed first. Raise RequestEnded
+    if its stream ends before."""
 
     def decodes() -> bool:
+        if stream.done():
+            raise RequestEnded(f"{request_id} was not seen to decode on {worker}")
         found = fleet.find_request(request_id)
         return found is not None and found.instance_id == worker and found.phase != types_pb2.PHASE_PREFILL
 
@@ -124,14 +132,16 @@ def is_running(process: int) -> bool:
 
 
 def test_requests_move_between_engines_with_two_ranks_and_one(fleet: Fleet, chats: Chats) -> None:
-    request, result = streaming_on(fleet, chats, "w0")
-    records = []
-    for source, target in pairwise(("w0", "w1", "w0", "w2", "w1")):
-        wait_decoding(fleet, request, source)
-        records.append(fleet.migrate(request, target))
-    assert_expected(result(), LONG)
-    committed = [types_pb2.MIGRATION_STATE_COMMITTED] * 4
-    assert [record.state for record in records] == committed, [record.error for record in records]
+    def moved() -> tuple[Future[Chat], list[migration_pb2.MigrationRecord]]:
+        request, stream = stream_on(fleet, chats, "w0")
+        records = []
+        for source, target in pairwise(("w0", "w1", "w0", "w2", "w1")):
+            wait_decoding(fleet, request, source, stream)
+            records.append(fleet.move(request, target))
+        return stream, records
+
+    stream, records = before_it_ends(moved)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2 + [types_pb2.WAY_REPLAY] * 2
     assert "tensor_parallel_size 2 against 1" in records[2].way_reason
     assert all(record.bytes > 0 for record in records[:2])
@@ -139,29 +149,35 @@ def test_requests_move_between_engines_with_two_ranks_and_one(fleet: Fleet, chat
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_killed_in_mid_stream(fleet: Fleet, chats: Chats, rank: int) -> None:
-    _, result = streaming_on(fleet, chats, "w0")
-    ranks = ranks_of(fleet, "w0")
-    shared = shared_by(fleet, "w0")
+    ranks, shared = ranks_of(fleet, "w0"), shared_by(fleet, "w0")
+    _, stream = streaming_on(fleet, chats, "w0")
     os.kill(ranks[rank], signal.SIGKILL)
-    assert_expected(result(), LONG)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     assert_nothing_left(fleet, "w0", ranks, shared)
 
 
 def test_rank_stopped_in_mid_stream(fleet: Fleet, chats: Chats) -> None:
-    _, result = streaming_on(fleet, chats, "w0")
     ranks, shared = ranks_of(fleet, "w0"), shared_by(fleet, "w0")
-    os.kill(ranks[1], signal.SIGSTOP)
-    assert_expected(result(), LONG)
+
+    def stopped() -> Future[Chat]:
+        _, stream = stream_on(fleet, chats, "w0")
+        os.kill(ranks[1], signal.SIGSTOP)
+        if stream.done():
+            os.kill(ranks[1], signal.SIGCONT)
+            raise RequestEnded("the stream had ended when the rank was stopped")
+        return stream
+
+    assert_expected(before_it_ends(stopped).result(timeout=WAIT_S), LONG)
     fleet.processes["w0"].wait_for(r"rank 1 of 2 \(process \d+\) answers no more")
     assert_nothing_left(fleet, "w0", ranks, shared)
 
 
 def test_worker_killed_in_mid_stream_leaves_no_rank(fleet: Fleet, chats: Chats) -> None:
-    _, result = streaming_on(fleet, chats, "w0")
     ranks, shared = ranks_of(fleet, "w0"), shared_by(fleet, "w0")
+    _, stream = streaming_on(fleet, chats, "w0")
     # Kill only the worker; its ranks notice this themselves.
     os.kill(fleet.processes["w0"].pid, signal.SIGKILL)
-    assert_expected(result(), LONG)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     assert_nothing_left(fleet, "w0", ranks, shared)
 
 
@@ -180,13 +196,17 @@ def test_worker_killed_during_engine_start_leaves_no_rank(fleet: Fleet) -> None:
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("step", STEPS)
 def test_rank_killed_at_a_migration_step(fleet: Fleet, chats: Chats, step: str, victim: str) -> None:
-    request, result = streaming_on(fleet, chats, "w0")
     worker = {"source": "w0", "target": "w1"}[victim]
     ranks, shared = ranks_of(fleet, worker), shared_by(fleet, worker)
-    mover = fleet.hold_migration(request, "w1", step)
+
+    def held() -> tuple[Future[Chat], threading.Thread]:
+        request, stream = stream_on(fleet, chats, "w0")
+        return stream, fleet.hold_migration(request, "w1", step, ended=stream.done)
+
+    stream, mover = before_it_ends(held)
     os.kill(ranks[1], signal.SIGKILL)
     fleet.disarm()
-    assert_expected(result(), LONG)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     assert_nothing_left(fleet, worker, ranks, shared)
     mover.join(timeout=WAIT_S)
     assert not mover.is_alive()

@@ -15,6 +15,7 @@ from tailrace.v1 import admin_pb2
 from tests.e2e.conftest import RUST_FRONT
 from tests.harness.fleet import Fleet
 from tests.harness.processes import wait_until
+from tests.harness.tries import once_available
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.fleet
@@ -53,7 +54,7 @@ def metrics_port(fleet: Fleet) -> str:
 def drain(fleet: Fleet, *instances: str, undo: bool = False) -> None:
     for instance in instances:
         request = admin_pb2.DrainRequest(instance_id=instance, undrain=undo)
-        list(fleet.admin().Drain(request, timeout=WAIT_S))
+        once_available(lambda: list(fleet.admin().Drain(request, timeout=WAIT_S)))  # noqa: B023
 
 
 def test_unready_while_all_instances_are_drained(simulated_fleet: Fleet) -> None:

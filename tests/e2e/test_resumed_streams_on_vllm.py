@@ -15,7 +15,7 @@ from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 STREAMS = 50
 FRONT_ENDS = ("f0", "f1")
@@ -30,7 +30,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.start_control()
         for name in WORKERS:
             fleet.start_worker(name, ["--kv-blocks", VLLM_KV_BLOCKS], wait=False)
-        options = ["--keep-answers", "60", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        options = [
+            "--keep-answers",
+            f"{2 * WAIT_S:g}",
+            "--enable-auto-tool-choice",
+            "--tool-call-parser",
+            "hermes",
+        ]
         for name in FRONT_ENDS:
             fleet.start_frontend(name=name, options=options, wait=False)
         for name in FRONT_ENDS:
@@ -81,7 +87,7 @@ async def test_killed_under_fifty_streams(fleet: Fleet) -> None:
     async with httpx.AsyncClient(timeout=WAIT_S, limits=limits) as client:
         undisturbed = await asyncio.gather(
             *(
-                stream(client, [second], request_body, Received(), patience_s=300)
+                stream(client, [second], request_body, Received(), patience_s=2 * WAIT_S)
                 for request_body in make_bodies()
             )
         )
@@ -93,7 +99,7 @@ async def test_killed_under_fifty_streams(fleet: Fleet) -> None:
 
         resumed = await asyncio.gather(
             *(
-                stream(client, [first, second], request_body, mine, kill_in_the_middle, patience_s=300)
+                stream(client, [first, second], request_body, mine, kill_in_the_middle, patience_s=2 * WAIT_S)
                 for request_body, mine in zip(make_bodies(), received, strict=True)
             )
         )

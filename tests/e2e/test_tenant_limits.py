@@ -12,9 +12,10 @@ from tailrace.tenancy.file import locked_key_file
 from tailrace.tenancy.keys import Tenant, TenantKeys
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import wait_until
+from tests.harness.tries import TRIES
 from tests.waiting import WAIT_S
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 
 TOKENS = 3_000.0
 # Of the model's context of 8,192 tokens; a character is a token.
@@ -26,7 +27,11 @@ TENANTS = (
     Tenant(name="shared 2", shared_cache="both"),
     Tenant(name="narrow", concurrency=4),
     Tenant(name="short", longest_prompt=100),
-    *(Tenant(name=f"metered {number}", tokens_per_minute=TOKENS) for number in range(3)),
+    *(
+        Tenant(name=f"metered {number}.{attempt}", tokens_per_minute=TOKENS)
+        for number in range(3)
+        for attempt in range(TRIES)
+    ),
 )
 
 
@@ -39,7 +44,7 @@ class FrontEnd:
 
     def client(self, tenant: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {self._keys[tenant]}"}
-        return httpx.AsyncClient(base_url=self._fleet.http, headers=headers, timeout=60)
+        return httpx.AsyncClient(base_url=self._fleet.http, headers=headers, timeout=WAIT_S)
 
     def generated_tokens(self) -> float:
         return self._fleet.metric("frontend", "tailrace_frontend_tokens_total")
@@ -78,7 +83,7 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
             except httpx.TransportError:
                 return False
 
-        wait_until(serves, "the API server", 180)
+        wait_until(serves, "the API server")
         yield FrontEnd(fleet, keys)
     finally:
         fleet.close()
@@ -98,26 +103,32 @@ async def test_sequences_count(front_end: FrontEnd) -> None:
 async def test_aborted_request_is_charged_what_it_made(
     front_end: FrontEnd, number: int, stream: bool, n: int
 ) -> None:
-    async with front_end.client(f"metered {number}") as client:
-        request = asyncio.create_task(complete(client, max_tokens=8_000, n=n, stream=stream))
-        before = await asyncio.to_thread(front_end.generated_tokens)
+    for attempt in range(TRIES):
+        async with front_end.client(f"metered {number}.{attempt}") as client:
+            before = await asyncio.to_thread(front_end.generated_tokens)
+            request = asyncio.create_task(complete(client, max_tokens=8_000, n=n, stream=stream))
 
-        def made_enough() -> bool:
-            return front_end.generated_tokens() > before + 1.5 * TOKENS
+            def made_enough(before: float = before) -> bool:
+                return front_end.generated_tokens() > before + 1.5 * TOKENS
 
-        await asyncio.to_thread(wait_until, made_enough, "enough tokens", 60)
-        assert not request.done()
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-        # The server charges once it notices.
-        async with asyncio.timeout(30):
-            while (refused := await complete(client)).status_code == 200:
-                pass
-        assert refused.status_code == 429 and "tokens per minute" in refused.text
+            await asyncio.to_thread(wait_until, made_enough, "enough tokens")
+            # On a busy machine it may make all of them before this is seen.
+            aborted = not request.done()
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            if not aborted:
+                continue
+            # The server charges once it notices.
+            async with asyncio.timeout(WAIT_S):
+                while (refused := await complete(client)).status_code == 200:
+                    pass
+            assert refused.status_code == 429 and "tokens per minute" in refused.text
+            return
+    pytest.fail(f"none of {TRIES} requests was aborted before its end")
 
 
 async def test_tokenizing_is_charged(front_end: FrontEnd) -> None:
-    async with front_end.client("metered 2") as client:
+    async with front_end.client("metered 2.0") as client:
         body = {"model": MODEL, "prompt": "x" * int(2 * TOKENS)}
         answer = await client.post("/tokenize", json=body)
         assert answer.status_code == 200 and answer.json()["count"] >= 2 * TOKENS
@@ -149,13 +160,18 @@ async def test_tenants_share_cached_prompts_by_choice_only(front_end: FrontEnd) 
 async def test_large_texts_do_not_hold_up_small_ones(front_end: FrontEnd) -> None:
     async with front_end.client("a") as large_client, front_end.client("b") as client:
         body = {"model": MODEL, "prompt": "x" * ((1 << 20) - 200)}
-        large = [asyncio.create_task(large_client.post("/tokenize", json=body)) for _ in range(4)]
-        # The first of them is being tokenized when the small ones arrive, or has been.
-        await asyncio.sleep(0)
-        for _ in range(5):
-            assert (await complete(client)).status_code == 200
-        assert not all(task.done() for task in large)
-        # Some may have waited for too long.
-        assert {(await task).status_code for task in large} <= {200, 429}
+        # This process may not run for a while, which the large ones use.
+        for _ in range(TRIES):
+            large = [asyncio.create_task(large_client.post("/tokenize", json=body)) for _ in range(4)]
+            # The first of them is being tokenized when the small ones arrive, or has been.
+            await asyncio.sleep(0)
+            for _ in range(5):
+                assert (await complete(client)).status_code == 200
+            overtaken = not all(task.done() for task in large)
+            # Some may have waited for too long.
+            assert {(await task).status_code for task in large} <= {200, 429}
+            if overtaken:
+                break
+        assert overtaken
         over = await large_client.post("/tokenize", json={**body, "prompt": "x" * (1 << 20)})
         assert over.status_code == 413 and "1048576 bytes" in over.text

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.inside import run_inside
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1800)]
 
 
 def test_a_fleet_on_two_hosts(tmp_path: Path) -> None:

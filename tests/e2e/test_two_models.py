@@ -25,6 +25,8 @@ pytestmark = [
 
 PROMPTS = [f"Prompt {number} to two models." for number in range(6)]
 OPTIONS: dict[str, object] = {"max_tokens": 250, "extra_body": {"min_tokens": 250}}
+# For a minute: they cannot have ended when their worker is killed.
+ENDLESS: dict[str, object] = {"max_tokens": 8_000, "extra_body": {"min_tokens": 8_000}}
 
 
 class Model:
@@ -35,11 +37,11 @@ class Model:
         self.workers = workers
         self.chats = Chats(http)
 
-    def begin(self) -> list[Future[Chat]]:
+    def begin(self, options: dict[str, object] = OPTIONS) -> list[Future[Chat]]:
         """Start a stream per prompt and wait until all of them have begun."""
         progress: list[list[Chat]] = [[] for _ in PROMPTS]
         started = zip(PROMPTS, progress, strict=True)
-        streams = [self.chats.start(prompt, seen.append, **OPTIONS) for prompt, seen in started]
+        streams = [self.chats.start(prompt, seen.append, **options) for prompt, seen in started]
         wait_until(lambda: all(progress), "the streams to begin")
         return streams
 
@@ -99,7 +101,7 @@ def test_streams_continue_on_the_same_model_or_end_with_an_error(
         assert stream_future.result(timeout=WAIT_S).same_text_and_usage(expected)
 
     # The last instance of the model dies: no instance can continue its streams.
-    streams = first.begin()
+    streams = first.begin(ENDLESS)
     fleet.processes[first.workers[1]].kill()
     for stream in streams:
         with pytest.raises(openai.OpenAIError):

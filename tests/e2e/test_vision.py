@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
 from examples.fleet import Chat, Prompt, stream_chat
-from tailrace.v1 import types_pb2
+from tailrace.v1 import migration_pb2, types_pb2
 from tests.features.vision import image_url, make_vision_model
 from tests.harness.chats import Chats, client
 from tests.harness.fleet import MODEL, Fleet
-from tests.harness.processes import wait_until
+from tests.harness.tries import before_it_ends
 from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -74,13 +75,13 @@ def test_answers_depend_on_the_image(fleet: Fleet, chats: Chats) -> None:
 
 def test_image_request_moves_live(fleet: Fleet, chats: Chats) -> None:
     expected = undisturbed(fleet, 3)
-    progress: list[Chat] = []
-    stream = chats.start(image_prompt(3), progress.append, **OPTIONS)
-    wait_until(lambda: bool(progress), "the first token")
-    placed = fleet.wait_request(progress[-1].request_id)
-    other_worker = next(name for name in WORKERS if name != placed.instance_id)
-    records = [fleet.migrate(placed.request_id, target) for target in (other_worker, placed.instance_id)]
-    assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 2
+
+    def moved() -> tuple[Future[Chat], list[migration_pb2.MigrationRecord]]:
+        stream, request_id, source = stream_of(fleet, chats, 3)
+        other_worker = next(name for name in WORKERS if name != source)
+        return stream, [fleet.move(request_id, target) for target in (other_worker, source)]
+
+    stream, records = before_it_ends(moved)
     assert [record.way for record in records] == [types_pb2.WAY_LIVE] * 2
     assert_same(stream.result(timeout=WAIT_S), expected)
 
@@ -88,9 +89,13 @@ def test_image_request_moves_live(fleet: Fleet, chats: Chats) -> None:
 def test_image_request_is_recovered(fleet: Fleet, chats: Chats) -> None:
     """The image is processed again where the request continues."""
     expected = undisturbed(fleet, 4)
-    progress: list[Chat] = []
-    stream = chats.start(image_prompt(4), progress.append, **OPTIONS)
-    wait_until(lambda: bool(progress), "the first token")
-    placed = fleet.wait_request(progress[-1].request_id)
-    fleet.processes[placed.instance_id].kill()
-    assert_same(stream.result(timeout=240), expected)
+    stream, _, source = before_it_ends(lambda: stream_of(fleet, chats, 4))
+    fleet.processes[source].kill()
+    assert_same(stream.result(timeout=WAIT_S), expected)
+
+
+def stream_of(fleet: Fleet, chats: Chats, number: int) -> tuple[Future[Chat], str, str]:
+    """Start a stream; return it, its request ID and its instance. Raise RequestEnded if it ends before."""
+    stream, chat = chats.begin(image_prompt(number), **OPTIONS)
+    placed = fleet.wait_request(chat.request_id, ended=stream.done)
+    return stream, placed.request_id, placed.instance_id

@@ -9,6 +9,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from urllib.parse import urlsplit
 
 import grpc
@@ -23,18 +24,18 @@ from tests.e2e.conftest import VLLM_MAX_MESSAGE_BYTES, VLLM_WORKERS
 from tests.harness.chats import Chats, assert_expected, client
 from tests.harness.fleet import MODEL, Fleet, request_had_ended
 from tests.harness.processes import wait_until
+from tests.harness.tries import TRIES, before_it_ends, once_available
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.vllm
 
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
+PLACEMENTS = "tailrace_frontend_placements_total"
 
 # Some 560 tokens: long enough to be moved twice and to be running at every failure.
 LONG = task("wxyz", 45, 15)
 # A description and a condition to wait for.
 Moment = tuple[str, Callable[[Chat], bool]]
-# Attempts with requests that may end before they are moved.
-TRIES = 5
 # Long enough for actions in mid-stream, also when the test gets little CPU time.
 LONGER = task("wxyz", 80, 40)
 # Never read to its end.
@@ -193,12 +194,27 @@ def busiest(fleet: Fleet) -> str:
 
 def test_too_many_prompt_logprobs_end_only_their_request(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
     """A reply beyond the message limit ends its request with a clear error, and nothing else."""
-    recoveries = vllm_fleet.metric("frontend", "tailrace_frontend_recoveries_total")
+    for _ in range(TRIES):
+        recoveries, silences = count_recoveries(vllm_fleet), vllm_fleet.silences()
+        exceed_message_limit(vllm_fleet, vllm_chats)
+        # On a machine that is too busy a worker may be silent for so long that its requests are recomputed.
+        if vllm_fleet.silences() == silences:
+            break
+    assert count_recoveries(vllm_fleet) == recoveries
+
+
+def count_recoveries(fleet: Fleet) -> float:
+    """Return how often the front end had a request recomputed."""
+    return fleet.metric("frontend", "tailrace_frontend_recoveries_total")
+
+
+def exceed_message_limit(fleet: Fleet, chats: Chats) -> None:
+    """Send requests whose replies are beyond the limit and within it, beside other streams."""
     # One a worker, if they are spread evenly.
     few = TEN[:3]
-    results = start_all(vllm_chats, few)
+    results = start_all(chats, few)
     body = {"model": MODEL, "max_tokens": 1, "prompt_logprobs": -1}
-    url = f"{vllm_fleet.http}/v1/completions"
+    url = f"{fleet.http}/v1/completions"
     for prompt in ("x" * 3000, "y" * 3000):
         refused = httpx.post(url, json={**body, "prompt": prompt}, timeout=WAIT_S)
         assert refused.status_code == 400, refused.text[:500]
@@ -209,8 +225,7 @@ def test_too_many_prompt_logprobs_end_only_their_request(vllm_fleet: Fleet, vllm
     assert len(answered.json()["choices"][0]["prompt_logprobs"]) == 100
     for chat, expected in zip(results(), few, strict=True):
         assert_expected(chat, expected)
-    assert vllm_fleet.metric("frontend", "tailrace_frontend_recoveries_total") == recoveries
-    assert_expected(vllm_chats.run(SHORT.prompt), SHORT)
+    assert_expected(chats.run(SHORT.prompt), SHORT)
 
 
 def test_ten_streams_survive_a_killed_worker(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
@@ -237,14 +252,16 @@ def held_migration(fleet: Fleet, chats: Chats, step: str) -> tuple[str, str, Cal
 
     Return the source, the target and a function that waits for the stream's end.
     """
-    progress = Progress()
-    # Long enough to be on its instance when the migration has been ordered.
-    stream = chats.start(LONGER.prompt, progress)
-    chat = progress.wait(lambda c: len(c.reasoning) > 100, "some thought")
-    placed = fleet.wait_request(chat.request_id)
-    target = others(placed.instance_id)[0]
-    fleet.hold_migration(placed.request_id, target, step)
-    return placed.instance_id, target, lambda: stream.result(timeout=WAIT_S)
+
+    def held() -> tuple[str, str, Callable[[], Chat]]:
+        # Long enough to be on its instance when the migration has been ordered.
+        stream, chat = chats.begin(LONGER.prompt, lambda chat: len(chat.reasoning) > 100)
+        placed = fleet.wait_request(chat.request_id, ended=stream.done)
+        target = others(placed.instance_id)[0]
+        fleet.hold_migration(placed.request_id, target, step, ended=stream.done)
+        return placed.instance_id, target, lambda: stream.result(timeout=WAIT_S)
+
+    return before_it_ends(held)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +295,8 @@ def test_requests_are_served_without_etcd(vllm_fleet: Fleet, vllm_chats: Chats, 
     killed_s = time.monotonic()
     assert_expected(running.result(timeout=WAIT_S), LONG)
     answered = tries = 0
-    while tries < 3 or time.monotonic() < killed_s + seconds:
+    # A busy machine may have no time for some requests; it must have for one.
+    while tries < 3 or time.monotonic() < killed_s + (seconds if answered else WAIT_S):
         tries += 1
         try:
             assert_expected(vllm_chats.run(SHORT.prompt), SHORT)
@@ -300,36 +318,45 @@ def test_corrupted_block_aborts_and_is_counted(vllm_fleet: Fleet, vllm_chats: Ch
             vllm_fleet.metric(name, "tailrace_worker_kv_checksum_failures_total") for name in VLLM_WORKERS
         )
 
+    def corrupted() -> tuple[Future[Chat], str, migration_pb2.MigrationRecord]:
+        stream, chat = vllm_chats.begin(LONGER.prompt, lambda chat: len(chat.reasoning) > 300)
+        placed = vllm_fleet.wait_request(chat.request_id, ended=stream.done)
+        vllm_fleet.arm({"corrupt": "kv"})
+        record = vllm_fleet.migrate_running(placed.request_id, others(placed.instance_id)[0])
+        return stream, chat.request_id, record
+
     before = failures()
-    progress = Progress()
-    stream = vllm_chats.start(LONGER.prompt, progress)
-    chat = progress.wait(lambda c: len(c.reasoning) > 300, "some thought")
-    placed = vllm_fleet.wait_request(chat.request_id)
-    vllm_fleet.arm({"corrupt": "kv"})
-    record = vllm_fleet.migrate(placed.request_id, others(placed.instance_id)[0])
+    stream, request_id, record = before_it_ends(corrupted)
     assert record.state == types_pb2.MIGRATION_STATE_ABORTED
     assert "checksum" in record.error
     vllm_fleet.disarm()
     assert_expected(stream.result(timeout=WAIT_S), LONGER)
     assert failures() == before + 1
     # After the stream's end the scheduler lists it no more.
-    assert not vllm_fleet.wait_unlisted(chat.request_id)
+    assert not vllm_fleet.wait_unlisted(request_id)
 
 
 def test_disconnected_client_frees_its_kv(vllm_fleet: Fleet) -> None:
     def generated() -> float:
         return sum(vllm_fleet.metric(name, "tailrace_worker_generated_tokens_total") for name in VLLM_WORKERS)
 
-    before = generated()
-    with client(vllm_fleet.http).chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": ENDLESS.prompt}], stream=True
-    ) as stream:
-        for number, _ in enumerate(stream):
-            if number == 50:
-                break
-    vllm_fleet.wait_idle()
-    # It was ended early because its client had disconnected.
-    assert 50 <= generated() - before < len(ENDLESS.thought)
+    def read_and_disconnect() -> float:
+        """Return how many tokens were generated for a client that disconnected after the first ones."""
+        before = generated()
+        with client(vllm_fleet.http).chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": ENDLESS.prompt}], stream=True
+        ) as stream:
+            for number, _ in enumerate(stream):
+                if number == 50:
+                    break
+        vllm_fleet.wait_idle()
+        return generated() - before
+
+    for _ in range(TRIES):
+        # It was ended early because its client had disconnected; unless that did not run for many seconds.
+        if (made := read_and_disconnect()) < len(ENDLESS.thought):
+            break
+    assert 50 <= made < len(ENDLESS.thought)
 
 
 def test_slow_reader_does_not_delay_others(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
@@ -379,19 +406,34 @@ def test_invalid_input_gets_an_openai_error(vllm_fleet: Fleet, path: str, body: 
 def test_static_pools_prefill_here_and_decode_there(vllm_fleet: Fleet, vllm_chats: Chats) -> None:
     admin = vllm_fleet.admin()
     pools = {"w0": types_pb2.POOL_PREFILL, "w1": types_pb2.POOL_DECODE, "w2": types_pb2.POOL_DECODE}
-    previous = admin.SetPolicy(admin_pb2.SetPolicyRequest(name="static_pools"), timeout=WAIT_S).previous
+
+    def set_policy(name: str) -> None:
+        request = admin_pb2.SetPolicyRequest(name=name)
+        once_available(lambda: admin.SetPolicy(request, timeout=WAIT_S))
+
+    def set_pool(name: str, pool: types_pb2.Pool.ValueType = types_pb2.POOL_UNSPECIFIED) -> None:
+        request = admin_pb2.SetPoolRequest(instance_id=name, pool=pool)
+        once_available(lambda: admin.SetPool(request, timeout=WAIT_S))
+
+    policies = admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S).policies
+    previous = next(policy.name for policy in policies if policy.active)
+    set_policy("static_pools")
     try:
         for name, pool in pools.items():
-            admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=WAIT_S)
+            set_pool(name, pool)
         wait_until(lambda: {n: i.pool for n, i in vllm_fleet.instances().items()} == pools, "the pools")
-        progress = Progress()
-        stream = vllm_chats.start(LONG.prompt, progress)
-        chat = progress.wait(lambda c: len(c.reasoning) > 250, "some thought")
-        assert_expected(stream.result(timeout=WAIT_S), LONG)
-        (move,) = (m for m in vllm_fleet.migrations(chat.request_id) if m.state == COMMITTED)
+        for _ in range(TRIES):
+            own = vllm_fleet.metric("frontend", PLACEMENTS, 'by="fallback"')
+            chat = vllm_chats.run(LONG.prompt)
+            assert_expected(chat, LONG)
+            moves = [m for m in vllm_fleet.migrations(chat.request_id) if m.state == COMMITTED]
+            # Unless the scheduler answered too late, or the answer had ended before it was moved.
+            if moves and vllm_fleet.metric("frontend", PLACEMENTS, 'by="fallback"') == own:
+                break
+        (move,) = moves
         assert (move.source_instance_id, move.reason, move.policy) == ("w0", "prefill done", "static_pools")
         assert move.target_instance_id in ("w1", "w2")
     finally:
         for name in pools:
-            admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name), timeout=WAIT_S)
-        admin.SetPolicy(admin_pb2.SetPolicyRequest(name=previous), timeout=WAIT_S)
+            set_pool(name)
+        set_policy(previous)

@@ -10,18 +10,22 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
 import pytest
 
+from examples.fleet import Chat
 from tailrace.tiny.task import task
-from tailrace.v1 import types_pb2
-from tests.e2e.test_ranks import is_running, streaming_on, wait_decoding
+from tailrace.v1 import migration_pb2, types_pb2
+from tests.e2e.test_ranks import is_running, stream_on, streaming_on, wait_decoding
 from tests.harness.chats import Chats, assert_expected
 from tests.harness.fleet import Fleet
 from tests.harness.namespaces import ip, prepare, run
 from tests.harness.processes import tailrace, wait_until
+from tests.harness.tries import before_it_ends
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -116,12 +120,15 @@ def test_instance_says_how_requests_migrate_and_where_its_ranks_are(fleet: Fleet
 
 
 def test_requests_move_by_replay(fleet: Fleet, chats: Chats) -> None:
-    request, result = streaming_on(fleet, chats, "w0")
-    records = [fleet.migrate(request, "w1")]
-    wait_decoding(fleet, request, "w1")
-    records.append(fleet.migrate(request, "w0"))
-    assert_expected(result(), LONG)
-    assert [record.state for record in records] == [types_pb2.MIGRATION_STATE_COMMITTED] * 2
+    def moved() -> tuple[Future[Chat], list[migration_pb2.MigrationRecord]]:
+        request, stream = stream_on(fleet, chats, "w0")
+        wait_decoding(fleet, request, "w0", stream)
+        records = [fleet.move(request, "w1")]
+        wait_decoding(fleet, request, "w1", stream)
+        return stream, [*records, fleet.move(request, "w0")]
+
+    stream, records = before_it_ends(moved)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     assert [record.way for record in records] == [types_pb2.WAY_REPLAY] * 2
     assert [record.way_reason for record in records] == [
         "source: ranks on 2 nodes",
@@ -130,10 +137,10 @@ def test_requests_move_by_replay(fleet: Fleet, chats: Chats) -> None:
 
 
 def test_rank_on_the_other_node_killed(fleet: Fleet, chats: Chats) -> None:
-    _, result = streaming_on(fleet, chats, "w0")
+    _, stream = streaming_on(fleet, chats, "w0")
     ranks, before = ranks_of(fleet), unused_memory()
     os.kill(ranks[1], signal.SIGKILL)
-    assert_expected(result(), LONG)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     fleet.processes[NODE].wait_for(rf"rank 1 \(process {ranks[1]}\) is gone")
     assert_nothing_left(fleet, ranks, before)
 
@@ -147,29 +154,29 @@ def test_rank_killed_while_the_engine_is_idle(fleet: Fleet) -> None:
 
 
 def test_other_node_killed(fleet: Fleet, chats: Chats) -> None:
-    _, result = streaming_on(fleet, chats, "w0")
+    _, stream = streaming_on(fleet, chats, "w0")
     ranks, before = ranks_of(fleet), unused_memory()
     os.kill(fleet.processes[NODE].pid, signal.SIGKILL)
-    assert_expected(result(), LONG)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     assert_nothing_left(fleet, ranks, before)
 
 
 def test_worker_killed(fleet: Fleet, chats: Chats) -> None:
-    _, result = streaming_on(fleet, chats, "w0")
+    _, stream = streaming_on(fleet, chats, "w0")
     ranks, before = ranks_of(fleet), unused_memory()
     os.kill(fleet.processes["w0"].pid, signal.SIGKILL)
-    assert_expected(result(), LONG)
+    assert_expected(stream.result(timeout=WAIT_S), LONG)
     fleet.processes[NODE].wait_for(rf"the worker at {WORKER_ADDRESS}:{PORT} is gone")
     assert_nothing_left(fleet, ranks, before)
 
 
 def test_network_between_the_nodes_fails(fleet: Fleet, chats: Chats) -> None:
-    _, result = streaming_on(fleet, chats, "w0")
+    _, stream = streaming_on(fleet, chats, "w0")
     ranks, before = ranks_of(fleet), unused_memory()
     # Its packets vanish: no end learns of it from the other.
     ip("-n", NODE, "link", "set", LINK, "down")
     try:
-        assert_expected(result(), LONG)
+        assert_expected(stream.result(timeout=WAIT_S), LONG)
         assert_nothing_left(fleet, ranks, before)
     finally:
         ip("-n", NODE, "link", "set", LINK, "up")
@@ -191,6 +198,6 @@ def test_other_node_killed_while_the_engine_loads(fleet: Fleet) -> None:
 
 def test_worker_stopped_in_order(fleet: Fleet) -> None:
     ranks, before = ranks_of(fleet), unused_memory()
-    assert fleet.processes["w0"].stop(60) == 0
+    assert fleet.processes["w0"].stop() == 0
     fleet.processes[NODE].wait_for("the worker has stopped its engine")
     assert_nothing_left(fleet, ranks, before)

@@ -71,7 +71,7 @@ def test_each_model_answers_by_its_own_policy(
     first, second = models
     for model in models:
         expected = {f"{Path(model).name}-worker-{host}-0" for host in ("a", "b")}
-        assert active(hosts, "--model", model) == expected
+        wait_until(lambda: active(hosts, "--model", model) == expected, "both workers")  # noqa: B023
         wait_until(lambda: ask(model)[0] == 200, f"{model} to answer")  # noqa: B023
     # Also where no scheduler runs.
     for host in ("a", "b"):

@@ -10,6 +10,7 @@ from openai import OpenAI
 from examples.fleet import Chat, Prompt, stream_chat
 from tailrace.tiny.task import Task
 from tests.harness.fleet import MODEL
+from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 
@@ -39,6 +40,18 @@ class Chats:
         """Start a stream and return its future. `on_progress` is called with the chat after each event."""
         request_options = {"temperature": 0, **options}
         return self._pool.submit(stream_chat, self._client, MODEL, prompt, request_options, on_progress)
+
+    def begin(
+        self, prompt: Prompt, far_enough: Callable[[Chat], bool] = lambda chat: True, /, **options: object
+    ) -> tuple[Future[Chat], Chat]:
+        """Start a stream; return its future and the chat so far, which grows, once that is `far_enough`, or
+        the stream has ended. Raise what ended it."""
+        seen: list[Chat] = []
+        stream = self.start(prompt, seen.append, **options)
+        wait_until(lambda: stream.done() or (bool(seen) and far_enough(seen[-1])), "the stream to begin")
+        if stream.done():
+            return stream, stream.result()
+        return stream, seen[-1]
 
     def run(self, prompt: str, **options: object) -> Chat:
         """Run one stream to its end and return it."""

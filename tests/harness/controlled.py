@@ -15,6 +15,7 @@ from tests.waiting import WAIT_S
 
 NO_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType({})
 
+# Only a hang reaches them.
 CALL_S: Final = WAIT_S
 SETTLE_S: Final = WAIT_S
 POLL_S: Final = 0.05

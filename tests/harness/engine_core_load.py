@@ -23,10 +23,10 @@ from tailrace.service.tasks import cancel
 from tailrace.wire.outputs import NIL, FinishReason, read_outputs
 from tailrace.wire.ready import ENGINE_IDENTITY
 from tailrace.wire.requests import EngineCoreRequest, RequestType, SamplingParams
+from tests.waiting import WAIT_S
 from worker_agent.engine.simulated.script import read_vocabulary
 from worker_agent.engine.simulated.settings import SimulatedSettings
 
-_READY_S: Final = 60.0
 # The token ID that ends an answer; the simulated engine ends by length and only outputs it.
 _END_TOKEN: Final = 0
 
@@ -115,7 +115,7 @@ class LoadGenerator:
 
     async def ready(self) -> None:
         """Wait until the front end has workers. Raise TimeoutError if it has none in time."""
-        async with asyncio.timeout(_READY_S):
+        async with asyncio.timeout(WAIT_S):
             identity, _ = await self._input.recv_multipart()
         if identity != ENGINE_IDENTITY:
             raise RuntimeError(f"unexpected identity of an engine core: {identity!r}")

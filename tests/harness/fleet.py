@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -20,6 +20,7 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
 from tests.harness.forked import PYTHONPATH
 from tests.harness.processes import Process, tailrace, wait_until
+from tests.harness.tries import RequestEnded, is_unavailable
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 
@@ -27,6 +28,11 @@ MODEL = "tiny"
 # An engine on CPUs computes, and the ranks of one wait for each other, on the cores that everything else runs
 # on: two ranks on two cores would keep etcd and the schedulers waiting for longer than a stream lasts.
 _ENGINE_NICENESS = 10
+# Why a request stays where it is when a process gets no CPU time for seconds.
+_LATE = ("failed to connect", "did not answer within", "not finished within")
+# Why a migration is refused for a moment.
+_NOT_YET = ("is suspect", "is in prefill")
+_PAUSE_S = 0.1
 
 
 class Fleet:
@@ -249,14 +255,24 @@ class Fleet:
         return admin_pb2_grpc.AdminStub(grpc.insecure_channel(self.addresses[scheduler]))
 
     def leader(self) -> str:
-        """Return the name of the leading scheduler. Raise LookupError if there is none."""
+        """Return the name of the leading scheduler, once there is one: on a busy machine it may have to find
+        leadership again."""
+        found: list[str] = []
+
+        def leads() -> bool:
+            found[:] = self._leaders()
+            return bool(found)
+
+        wait_until(leads, "a scheduler to lead")
+        return found[0]
+
+    def _leaders(self) -> Iterator[str]:
         for name in self.addresses:
             if name.startswith("scheduler") and self.processes[name].alive:
                 reply = self.admin(name).ListServices(admin_pb2.ListServicesRequest(), timeout=WAIT_S)
                 for service in reply.services:
                     if service.kind == "scheduler" and service.leader:
-                        return str(service.id)
-        raise LookupError("no scheduler leads")
+                        yield str(service.id)
 
     def wait_leader(self, timeout_s: float = WAIT_S) -> None:
         """Wait until a leader answers: after the leader was killed, for the rest of its lease."""
@@ -293,15 +309,25 @@ class Fleet:
         wait_until(ready, f"instances {', '.join(names)}", timeout_s)
 
     def wait_request(
-        self, part: str, output_tokens: int = 1, timeout_s: float = WAIT_S
+        self,
+        part: str,
+        output_tokens: int = 1,
+        timeout_s: float = WAIT_S,
+        ended: Callable[[], bool] = lambda: False,
     ) -> admin_pb2.RequestInfo:
-        """Wait for a request whose ID contains `part` and that has this many output tokens; return it."""
+        """Wait for a request whose ID contains `part` and that has this many output tokens; return it.
+
+        Raise RequestEnded if it has `ended`, as its client sees it, before the scheduler has heard of that.
+        """
         found: list[admin_pb2.RequestInfo] = []
 
         def ready() -> bool:
+            over = ended()
             found[:] = [
                 r for r in self.requests() if part in r.request_id and r.output_tokens >= output_tokens
             ]
+            if over and not found:
+                raise RequestEnded(f"{part!r} ended before it was seen to have {output_tokens} tokens")
             return bool(found)
 
         wait_until(ready, f"request {part!r} to have {output_tokens} tokens", timeout_s)
@@ -316,9 +342,19 @@ class Fleet:
         wait_until(lambda: not [r for r in self.requests() if part in r.request_id], f"{part} to end")
         return [r for r in self.requests() if part in r.request_id]
 
-    def wait_held(self, step: str, timeout_s: float = WAIT_S) -> None:
-        """Wait until a worker logs that it holds at a fault point."""
-        wait_until(lambda: self._holds(step), f"a worker to hold at {step}", timeout_s)
+    def wait_held(
+        self, step: str, timeout_s: float = WAIT_S, ended: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until a worker logs that it holds at a fault point. Raise RequestEnded if what should hold has
+        `ended` without."""
+
+        def holds() -> bool:
+            over = ended()
+            if not (found := self._holds(step)) and over:
+                raise RequestEnded(f"it ended, and nothing was held at {step}")
+            return found
+
+        wait_until(holds, f"a worker to hold at {step}", timeout_s)
 
     def _holds(self, step: str) -> bool:
         """Return whether a worker has held at a fault point since the last such hold."""
@@ -339,54 +375,74 @@ class Fleet:
         return sorted(found, key=lambda m: m.opened_s)
 
     def wait_idle(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until no worker has a request or a used KV block, by their metrics."""
+        """Wait until no worker has a request or a used KV block, by their metrics, which each must have."""
+        used = ("tailrace_worker_requests", "tailrace_worker_kv_blocks_used")
 
         def idle() -> bool:
-            return all(
-                self.metric(name, "tailrace_worker_requests") == 0
-                and self.metric(name, "tailrace_worker_kv_blocks_used") == 0
-                for name, process in self.processes.items()
-                if name.startswith("w") and process.alive
-            )
+            workers = [name for name, each in self.processes.items() if name.startswith("w") and each.alive]
+            samples = [self._samples(name, metric) for name in workers for metric in used]
+            return all(values and not any(values) for values in samples)
 
         wait_until(idle, "all KV to be freed", timeout_s)
 
     def metric(self, name: str, metric: str, labels: str = "") -> float:
         """Return the sum of a service's Prometheus samples of this name whose labels contain `labels`."""
+        return sum(self._samples(name, metric, labels))
+
+    def _samples(self, name: str, metric: str, labels: str = "") -> list[float]:
+        """Return those samples; none if the service does not answer."""
         body = _get(f"http://127.0.0.1:{self.metrics_ports[name]}/metrics") or ""
-        total = 0.0
+        found = []
         for line in body.splitlines():
             series, _, value = line.rpartition(" ")
             if series.partition("{")[0] == metric and labels in series:
-                total += float(value)
-        return total
+                found.append(float(value))
+        return found
+
+    def silences(self, name: str = "frontend") -> int:
+        """Return how often a front end has taken a worker for lost because it sent nothing for seconds, as
+        on a machine that is too busy; what it carries is recomputed then."""
+        return len(re.findall(r"lost \S+: silent for", self.processes[name].text()))
 
     # ---- controlling
 
     def migrate(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
         """Migrate a request, wait for the end and return the last record. Raise grpc.RpcError if refused.
 
-        Ordered again while the target is suspect, or the workers fail to connect to each other: one was
-        restarted, or is busy.
+        Ordered again as long as it is refused only for now (no scheduler leads, the target is suspect, the
+        request is in prefill), or a process was too late for it: one was restarted, or is busy.
         """
         deadline_s = time.monotonic() + WAIT_S
         while True:
             try:
                 record = self._order(request_id, target)
             except grpc.RpcError as error:
-                if "is suspect" not in str(error) or time.monotonic() > deadline_s:
+                for_now = is_unavailable(error) or any(reason in str(error) for reason in _NOT_YET)
+                if not for_now or time.monotonic() > deadline_s:
                     raise
-                self._wait_active(target)
-                continue
-            if "failed to connect" not in record.error or time.monotonic() > deadline_s:
-                return record
+            else:
+                if not any(reason in record.error for reason in _LATE) or time.monotonic() > deadline_s:
+                    return record
+            time.sleep(_PAUSE_S)
 
-    def _wait_active(self, name: str) -> None:
-        def active() -> bool:
-            seen = self.instances().get(name)
-            return seen is not None and seen.state == types_pb2.INSTANCE_STATE_ACTIVE
+    def move(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
+        """Migrate a request, which must be committed; return the record. Raise RequestEnded if it had
+        ended."""
+        record = self.migrate_running(request_id, target)
+        assert record.state == types_pb2.MIGRATION_STATE_COMMITTED, record.error
+        return record
 
-        wait_until(active, f"{name} to report")
+    def migrate_running(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
+        """Do as `migrate`. Raise RequestEnded if the request had ended."""
+        try:
+            record = self.migrate(request_id, target)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.NOT_FOUND:
+                raise RequestEnded(str(error.details())) from error
+            raise
+        if request_had_ended(record):
+            raise RequestEnded(record.error)
+        return record
 
     def _order(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
         record = migration_pb2.MigrationRecord()
@@ -399,13 +455,20 @@ class Fleet:
         return record
 
     def hold_migration(
-        self, request_id: str, target: str, step: str, hold_s: float = 30.0
+        self,
+        request_id: str,
+        target: str,
+        step: str,
+        hold_s: float = 30.0,
+        ended: Callable[[], bool] | None = None,
     ) -> threading.Thread:
         """Migrate a request until a worker holds at `step`; return the thread that waits for its end.
 
         An order that fails before that step is repeated: after a process was restarted, some others still
-        know only the one before it. Raise TimeoutError with the reasons if none gets there.
+        know only the one before it, and for a moment nobody may lead. Raise RequestEnded with the reasons if
+        the request has `ended` before (without it: is not listed), TimeoutError if none gets there.
         """
+        gone = ended or (lambda: self.find_request(request_id) is None)
         self.arm({"hold": step, "seconds": hold_s})
         failures: list[str] = []
         deadline_s = time.monotonic() + WAIT_S
@@ -420,8 +483,10 @@ class Fleet:
                 mover.join(0.02)
             if self._holds(step):
                 return mover
-            if self.find_request(request_id) is None:
-                break
+            if gone():
+                self.disarm()
+                raise RequestEnded(f"{request_id} was not held at {step}: {'; '.join(failures[-5:])}")
+            time.sleep(_PAUSE_S)
         raise TimeoutError(f"no migration of {request_id} held at {step}: {'; '.join(failures[-5:])}")
 
     def _try_to_migrate(self, request_id: str, target: str, failures: list[str]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tests.waiting import WAIT_S
+
 _INSIDE: Final = "TAILRACE_ETCD_FAULTS_INSIDE"
 _SEPARATE: Final = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -39,7 +41,7 @@ def command_in_namespaces(command: Sequence[str]) -> list[str]:
         bridge = "ip link add tr0 type bridge && mount -t tmpfs tmpfs /run && ip netns add tr"
         try:
             attempt = subprocess.run(
-                [*unshare, "sh", "-c", f"mkdir -p /run && {bridge}"], capture_output=True, timeout=10
+                [*unshare, "sh", "-c", f"mkdir -p /run && {bridge}"], capture_output=True, timeout=WAIT_S
             )
         except FileNotFoundError as error:
             raise NamespacesUnavailable("needs unshare (util-linux) and ip (iproute2)") from error

@@ -37,7 +37,7 @@ FDS: Final = 64
 # The server's own file descriptors are numbered from here, so that a process can get any number below.
 _OWN_FDS: Final = 500
 # How long a client may take for its request: it sends it at once.
-_REQUEST_S: Final = 30.0
+_REQUEST_S: Final = 300.0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,16 +25,23 @@ from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import tailrace
 from tests.waiting import WAIT_S
 
+# Exit status of a command that no scheduler can carry out now.
+_UNREACHABLE = 3
+
 
 def run_rollout(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `tailrace rollout ...` and return its result."""
-    addresses = ",".join(
-        address
-        for name, address in fleet.addresses.items()
-        if name.startswith("scheduler") and fleet.processes[name].alive
-    )
-    command = tailrace("rollout", *arguments, "--admin", addresses)
-    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    """Run `tailrace rollout ...` and return its result; again as long as no scheduler carries it out."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        addresses = ",".join(
+            address
+            for name, address in fleet.addresses.items()
+            if name.startswith("scheduler") and fleet.processes[name].alive
+        )
+        command = tailrace("rollout", *arguments, "--admin", addresses)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+        if result.returncode != _UNREACHABLE or time.monotonic() > deadline_s:
+            return result
 
 
 def fingerprints(fleet: Fleet) -> dict[str, str]:

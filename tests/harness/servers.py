@@ -19,6 +19,7 @@ from typing import Self
 from tailrace.local.ports import free_ports
 from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tests.harness.usage import descendants
+from tests.waiting import WAIT_S
 
 MODEL = "tiny"
 
@@ -152,7 +153,7 @@ class TailraceCluster(Server):
             cwd=self._checkout,
             check=True,
             stdout=subprocess.DEVNULL,
-            timeout=120,
+            timeout=WAIT_S,
         )
         self._folder.cleanup()
 

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import tempfile
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import grpc
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -39,6 +40,7 @@ from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.wire.requests import SamplingParams
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.harness.controlled import in_effect
+from tests.harness.tries import RequestEnded, is_unavailable
 from tests.waiting import WAIT_S
 from tests.worker.worker_processes import WorkerProcess, worker_process
 from worker_agent.engine.simulated import SimulatedSettings
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
 
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
+Reply = TypeVar("Reply")
 
 
 @dataclass
@@ -62,14 +65,29 @@ class Fleet:
     process: WorkerProcess
     settings: SimulatedSettings
     names: list[str]
+    registry: CollectorRegistry
     _prompts: dict[str, tuple[list[int], SamplingParams]] = field(default_factory=dict)
     _sent: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def admin(self) -> AdminAsyncStub:
-        """Return the admin API of the leading scheduler."""
-        return AdminStub(self.channels.get(self.members.leaders["scheduler"].address, Role.SCHEDULER))
+        """Return the admin API of the scheduler, which leads unless its machine is too busy."""
+        (address,) = {s.address for (kind, _), s in self.members.services.items() if kind == "scheduler"}
+        return AdminStub(self.channels.get(address, Role.SCHEDULER))
+
+    async def call(self, make: Callable[[AdminAsyncStub], Awaitable[Reply]]) -> Reply:
+        """Return what a call of the admin API returns; make it again as long as it is refused for now."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                # It registers again if its lease has expired.
+                await self.wait_for_members(lambda m: any(kind == "scheduler" for kind, _ in m.services))
+                try:
+                    return await make(self.admin)
+                except grpc.aio.AioRpcError as refused:
+                    if not is_unavailable(refused):
+                        raise
+                await asyncio.sleep(0.1)
 
     # ---- requests
 
@@ -107,22 +125,25 @@ class Fleet:
     async def set_policy(self, name: str, **parameters: str) -> None:
         """Set the policy like `tailrace set policy`, and wait until it is active."""
         request = admin_pb2.SetPolicyRequest(name=name, parameters=parameters)
-        await self.admin.SetPolicy(request, timeout=WAIT_S)
+        await self.call(lambda admin: admin.SetPolicy(request, timeout=WAIT_S))
         async with asyncio.timeout(WAIT_S):
             while not in_effect(await self._policies(), name, parameters):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def _policies(self) -> Sequence[admin_pb2.PolicyInfo]:
-        reply = await self.admin.ListPolicies(admin_pb2.ListPoliciesRequest(), timeout=WAIT_S)
+        request = admin_pb2.ListPoliciesRequest()
+        reply = await self.call(lambda admin: admin.ListPolicies(request, timeout=WAIT_S))
         return reply.policies
 
     async def set_stages(self, *stages: types_pb2.Stage) -> None:
         """Set the stages like `tailrace set stages`."""
-        await self.admin.SetStages(admin_pb2.SetStagesRequest(stages=stages), timeout=WAIT_S)
+        request = admin_pb2.SetStagesRequest(stages=stages)
+        await self.call(lambda admin: admin.SetStages(request, timeout=WAIT_S))
 
     async def set_pool(self, name: str, pool: types_pb2.Pool.ValueType) -> None:
         """Set a pool like `tailrace set pool`."""
-        await self.admin.SetPool(admin_pb2.SetPoolRequest(instance_id=name, pool=pool), timeout=WAIT_S)
+        request = admin_pb2.SetPoolRequest(instance_id=name, pool=pool)
+        await self.call(lambda admin: admin.SetPool(request, timeout=WAIT_S))
 
     async def clear_pools_and_stages(self) -> None:
         """Remove all pools and stages."""
@@ -130,16 +151,23 @@ class Fleet:
         for name in self.names:
             await self.set_pool(name, types_pb2.POOL_UNSPECIFIED)
 
-    async def wait_for_members(self, wanted: Callable[[Membership], bool]) -> None:
-        """Wait until the membership in etcd satisfies `wanted`."""
+    async def wait_for_members(
+        self, wanted: Callable[[Membership], bool], requests: Sequence[str] = ()
+    ) -> None:
+        """Wait until the membership in etcd satisfies `wanted`. Raise RequestEnded if all these requests have
+        ended before."""
         async with asyncio.timeout(WAIT_S):
             while not wanted(self.members):
+                if requests and not self.running(*requests):
+                    raise RequestEnded("the membership has not become what they were to make it")
                 self._changed.clear()
-                await self._changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), 0.2)
 
     async def instances(self) -> dict[str, admin_pb2.InstanceInfo]:
         """Return the instances like `tailrace get instances`."""
-        reply = await self.admin.ListInstances(admin_pb2.ListInstancesRequest(), timeout=WAIT_S)
+        request = admin_pb2.ListInstancesRequest()
+        reply = await self.call(lambda admin: admin.ListInstances(request, timeout=WAIT_S))
         return {info.instance_id: info for info in reply.instances}
 
     async def read_metric(self, metric: str, **labels: str) -> float:
@@ -162,28 +190,50 @@ class Fleet:
             while await self.read_metric(metric, **labels) < least:  # noqa: ASYNC110 - metrics have no notification
                 await asyncio.sleep(0.05)
 
+    def placed_by_front_end(self) -> float:
+        """Return how many requests the front end has placed itself, since the scheduler answered too late."""
+        name = "tailrace_frontend_placements_total"
+        return self.registry.get_sample_value(name, {"by": "fallback"}) or 0.0
+
     async def owners(self) -> dict[str, str]:
         """Return the owner of each request, as known to the front end."""
         return {s.request_id: s.owner or "" for s in self.engine.table}
 
+    def running(self, *requests: str) -> list[str]:
+        """Return those of these requests whose last output has not arrived."""
+        return [request for request in requests if request not in self.front.ends]
+
     async def migrations(self, reason: str = "") -> list[migration_pb2.MigrationRecord]:
         """Return the committed migrations (with this reason), latest first."""
         request = migration_pb2.ListMigrationsRequest(limit=1_000)
-        reply = await self.admin.ListMigrations(request, timeout=WAIT_S)
+        reply = await self.call(lambda admin: admin.ListMigrations(request, timeout=WAIT_S))
         return [m for m in reply.migrations if m.state == COMMITTED and (not reason or m.reason == reason)]
 
-    async def wait_for_migrations(self, reason: str, count: int = 1) -> list[migration_pb2.MigrationRecord]:
-        """Wait until `count` migrations with this reason were committed since the start of the fleet."""
+    async def wait_for_migrations(
+        self, reason: str, requests: Sequence[str], count: int = 1
+    ) -> list[migration_pb2.MigrationRecord]:
+        """Wait until `count` migrations with this reason were committed since the start of the fleet. Raise
+        RequestEnded if all these requests have ended before."""
         async with asyncio.timeout(WAIT_S):
-            # The service sends no notification of its history.
-            while len(found := await self.migrations(reason)) < count:  # noqa: ASYNC110
+            while True:
+                over = not self.running(*requests)
+                if len(found := await self.migrations(reason)) >= count:
+                    return found
+                if over:
+                    raise RequestEnded(f"{len(found)} of {count} migrations: {reason}")
+                # The service sends no notification of its history.
                 await asyncio.sleep(0.05)
-        return found
 
-    async def wait_for_migration_by(self, policy: str) -> None:
-        """Wait until a migration decided by this policy was committed."""
+    async def wait_for_migration_by(self, policy: str, request: str) -> None:
+        """Wait until a migration decided by this policy was committed. Raise RequestEnded if the request has
+        ended before."""
         async with asyncio.timeout(WAIT_S):
-            while policy not in {m.policy for m in await self.migrations()}:  # noqa: ASYNC110 - as above
+            while True:
+                over = not self.running(request)
+                if policy in {m.policy for m in await self.migrations()}:
+                    return
+                if over:
+                    raise RequestEnded(f"no migration by {policy}")
                 await asyncio.sleep(0.05)
 
 
@@ -224,6 +274,7 @@ async def open_fleet(
         )
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-")))
         front = await stack.enter_async_context(FakeApiServer(sockets))
+        registry = CollectorRegistry()
         core = FleetEngine(
             # No pace under any policy: tests wait for whole answers.
             FrontSettings(
@@ -232,7 +283,7 @@ async def open_fleet(
             members,
             channels,
             sockets,
-            CollectorRegistry(),
+            registry,
             None,
         )
         stack.push_async_callback(_stop, asyncio.create_task(core.run(), name="front end"))
@@ -240,7 +291,7 @@ async def open_fleet(
         front.wait_s = WAIT_S
         names = [record.instance_id for record in process.records]
         settings = msgspec.convert(dict(engine), SimulatedSettings)
-        fleet = Fleet(store, members, channels, front, core, process, settings, names)
+        fleet = Fleet(store, members, channels, front, core, process, settings, names, registry)
         members.add_listener(fleet._changed.set)
         await fleet.wait_for_members(
             lambda m: (

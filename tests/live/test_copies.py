@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
 
 from tailrace.v1 import admin_pb2
+from tests.harness.tries import RequestEnded, before_they_end
 from tests.live.conftest import ENGINE
 from tests.live.fleet import Fleet, open_fleet
 from tests.waiting import WAIT_S
@@ -37,8 +39,21 @@ async def wait_for_known_blocks(fleet: Fleet, name: str, blocks: int) -> None:
 
 
 async def test_a_hot_document_is_copied_and_found(etcd: str, cluster: str, tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    async def copied() -> None:
+        number = next(numbers)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        await _copied_and_found(etcd, f"{cluster}-{number}", folder)
+
+    await before_they_end(copied)
+
+
+async def _copied_and_found(etcd: str, cluster: str, folder: Path) -> None:
+    """Raise RequestEnded if the holder's load has ended before the document was copied."""
     engine = {**ENGINE, "prefix_caching": True, "kv_blocks": 1024}
-    async with open_fleet(etcd, cluster, tmp_path, 2, engine) as fleet:
+    async with open_fleet(etcd, cluster, folder, 2, engine) as fleet:
         # No migration is worthwhile with this margin.
         await fleet.set_policy("tailrace", copy_ahead="true", pull_margin="0", margin="1e12")
         holder, other = fleet.names
@@ -50,7 +65,14 @@ async def test_a_hot_document_is_copied_and_found(etcd: str, cluster: str, tmp_p
         others = [await fleet.send(40, 0, 1_500) for _ in range(8)]
         await wait_for_known_blocks(fleet, holder, 60)
         await drain(fleet, other, undrain=True)
-        await fleet.wait_for_metric(1, COPIES, outcome="pulled")
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                over = not fleet.running(reader, *others)
+                if await fleet.read_metric(COPIES, outcome="pulled"):
+                    break
+                if over:
+                    raise RequestEnded("the document was not copied")
+                await asyncio.sleep(0.05)
         await wait_for_known_blocks(fleet, other, 60)
         assert not await fleet.read_metric(FOUND)
         # The next request need not compute the document there.

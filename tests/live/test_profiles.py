@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import grpc
 import msgspec
@@ -16,8 +17,12 @@ from tailrace.cluster import Pool
 from tailrace.control.reported_cluster import PoolOrder
 from tailrace.records import PROFILES, ProfileRecord
 from tailrace.v1 import admin_pb2, profile_pb2, types_pb2
+from tests.harness.tries import RequestEnded, before_they_end
 from tests.live.fleet import Fleet
 from tests.waiting import WAIT_S
+
+if TYPE_CHECKING:
+    from tailrace.v1.admin_pb2_grpc import AdminAsyncStub
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,12 +42,23 @@ async def run_profile(
 ) -> list[profile_pb2.ProfileEvent]:
     """Profile an instance like `tailrace profile`; return the events."""
     request = admin_pb2.AdminProfileRequest(instance_id=name, budget_s=budget_s, force=force)
-    return [event async for event in fleet.admin.Profile(request, timeout=WAIT_S)]
+
+    async def once(admin: AdminAsyncStub) -> list[profile_pb2.ProfileEvent]:
+        return [event async for event in admin.Profile(request, timeout=WAIT_S)]
+
+    return await fleet.call(once)
+
+
+async def set_admit(fleet: Fleet, admit: float) -> None:
+    """Set up to which lateness requests are admitted."""
+    request = admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=admit))
+    await fleet.call(lambda admin: admin.SetSlo(request, timeout=WAIT_S))
 
 
 async def list_profiles(fleet: Fleet) -> list[profile_pb2.MeasuredProfile]:
     """Return the profiles like `tailrace get profiles`."""
-    reply = await fleet.admin.ListProfiles(admin_pb2.ListProfilesRequest(), timeout=WAIT_S)
+    request = admin_pb2.ListProfilesRequest()
+    reply = await fleet.call(lambda admin: admin.ListProfiles(request, timeout=WAIT_S))
     return list(reply.profiles)
 
 
@@ -87,14 +103,24 @@ async def test_an_idle_instance_is_measured_for_all_of_its_kind(fleet: Fleet) ->
 
 
 async def test_profiling_a_busy_instance_is_refused(fleet: Fleet) -> None:
-    request = await fleet.send(60, 0, 300)
-    await fleet.wait_for_tokens(request)
-    (owner,) = set((await fleet.owners()).values())
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await run_profile(fleet, owner, 3.0)
-    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "carries 1 requests" in (refused.value.details() or "")
-    await fleet.finish(request)
+    async def refused_while_busy() -> None:
+        request = await fleet.send(60, 0, 300)
+        await fleet.wait_for_tokens(request)
+        owner = (await fleet.owners()).get(request)
+        try:
+            if owner is None:
+                raise RequestEnded("it had ended before its instance was known")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await run_profile(fleet, owner, 3.0)
+                # Nobody told this process in time that the instance is idle.
+                if not fleet.running(request):
+                    raise RequestEnded("it had ended before the instance was profiled")
+        finally:
+            await fleet.finish(request)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "carries 1 requests" in (refused.value.details() or "")
+
+    await before_they_end(refused_while_busy)
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await run_profile(fleet, "w-9", 3.0)
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
@@ -138,11 +164,11 @@ async def test_a_late_request_is_refused_and_running_ones_are_not(fleet: Fleet) 
     # A prompt takes ten seconds, and one second is allowed.
     kind = await kind_of(fleet)
     if kind not in fleet.members.profiles:
-        (owner,) = set((await fleet.owners()).values())
-        idle = next(name for name in fleet.names if name != owner)
+        busy = set((await fleet.owners()).values())
+        idle = next(name for name in fleet.names if name not in busy)
         await run_profile(fleet, idle, 30.0)
     await set_measured_time(fleet, 10.0)
-    await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.5)), timeout=WAIT_S)
+    await set_admit(fleet, 0.5)
     try:
         await fleet.wait_for_members(lambda m: m.slo.admit == 0.5)
         async with asyncio.timeout(WAIT_S):
@@ -153,6 +179,6 @@ async def test_a_late_request_is_refused_and_running_ones_are_not(fleet: Fleet) 
         assert fleet.front.tokens[end.request_id] == []
         await fleet.finish(running)
     finally:
-        await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=admin_pb2.Slo(admit=0.0)), timeout=WAIT_S)
+        await set_admit(fleet, 0.0)
     await fleet.wait_for_members(lambda m: m.slo.admit is None)
     await fleet.finish(await fleet.send(60, 0, 5))

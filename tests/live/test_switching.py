@@ -11,6 +11,7 @@ import pytest
 
 from tailrace.policy.registry import names
 from tailrace.v1 import admin_pb2, types_pb2
+from tests.harness.tries import RequestEnded, before_they_end
 from tests.live.fleet import Fleet
 from tests.waiting import WAIT_S
 
@@ -43,25 +44,43 @@ async def test_one_policy_after_another_under_load(fleet: Fleet, caplog: pytest.
     await fleet.wait_for_members(lambda m: len(m.pools) == len(fleet.names))
     for name in ("static_pools", "arrow"):
         await fleet.set_policy(name)
-        request = await fleet.send(40, 0, 600)
-        await fleet.wait_for_migration_by(name)
+        await before_they_end(lambda: _moved_by(fleet, name))  # noqa: B023
+
+
+async def _moved_by(fleet: Fleet, policy: str) -> None:
+    request = await fleet.send(40, 0, 600)
+    try:
+        await fleet.wait_for_migration_by(policy, request)
+    finally:
         await fleet.finish(request)
 
 
 async def test_workers_apply_the_parameters_of_their_batch_order(fleet: Fleet) -> None:
+    await before_they_end(lambda: _demoted_and_not(fleet))
+
+
+async def _demoted_and_not(fleet: Fleet) -> None:
+    """Raise RequestEnded if the request has ended before it was seen to be demoted, and then not to be."""
     # Another policy's order, with its parameters.
     await fleet.set_policy("least_loaded+pascal", demotion_tokens="200")
     request = await fleet.send(60, 1_200, 10)
+    listing = admin_pb2.ListRequestsRequest()
 
-    async def demoted() -> bool:
-        reply = await fleet.admin.ListRequests(admin_pb2.ListRequestsRequest(), timeout=WAIT_S)
-        return any(info.demoted for info in reply.requests)
+    async def wait_until_demoted(wanted: bool) -> None:
+        while True:
+            over = not fleet.running(request)
+            reply = await fleet.call(lambda admin: admin.ListRequests(listing, timeout=WAIT_S))
+            if over:
+                raise RequestEnded(f"it was not seen to be demoted: {wanted}")
+            if reply.requests and any(info.demoted for info in reply.requests) is wanted:
+                return
+            await asyncio.sleep(0.02)
 
-    async with asyncio.timeout(WAIT_S):
-        while not await demoted():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        # The request still reasons, and is no longer demoted.
-        await fleet.set_policy("pascal", demotion_tokens="10000")
-        while await demoted():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    await fleet.finish(request)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await wait_until_demoted(True)
+            # The request still reasons, and is no longer demoted.
+            await fleet.set_policy("pascal", demotion_tokens="10000")
+            await wait_until_demoted(False)
+    finally:
+        await fleet.finish(request)
