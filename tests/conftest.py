@@ -36,15 +36,15 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # No deadline, and no limit of the time to draw examples: both depend on the machine.
-SLOW = (HealthCheck.too_slow,)
-settings.register_profile("tailrace", deadline=None, suppress_health_check=SLOW)
+_SLOW = (HealthCheck.too_slow,)
+settings.register_profile("tailrace", deadline=None, suppress_health_check=_SLOW)
 # For `make mutants`: no shrinking, since only failure matters, and examples depend only on the seed.
 settings.register_profile(
     "mutants",
     deadline=None,
     database=None,
     phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=SLOW,
+    suppress_health_check=_SLOW,
 )
 settings.load_profile("tailrace")
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import grpc
 
+from tailrace.cli.errors import Unreachable
 from tailrace.v1 import admin_pb2
 from tests.chaos.cluster import MODEL, Cluster
 from tests.chaos.load import Load
@@ -22,8 +23,6 @@ _PREPARE_S: Final = 150
 _ROLLOUT_S: Final = 240
 _COMMAND_S: Final = 300.0
 _RETRY_S: Final = 0.5
-# Exit status of a command to which no scheduler has replied.
-_UNREACHABLE: Final = 3
 
 
 class Rollouts:
@@ -100,7 +99,7 @@ class Rollouts:
             if not code:
                 self._timeline.note(lines[-1])
                 return
-            if code != _UNREACHABLE or time.monotonic() > until_s:
+            if code != Unreachable.exit_code or time.monotonic() > until_s:
                 raise RuntimeError(f"tailrace rollout {arguments[0]}: exit {code}: {' / '.join(lines)}")
             await asyncio.sleep(_RETRY_S)
 

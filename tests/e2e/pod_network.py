@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tailrace.service.etcd import find_etcd
@@ -280,6 +281,8 @@ def assert_finishes_its_streams(pod: Pod, prompt: str, begins_late: bool) -> Non
                 running.append(late)
                 if not late.done():
                     break
+            else:
+                pytest.fail(f"each of {TRIES} streams ended at once")
         assert pod.stop() == 0
         assert all(each.result(WAIT_S).same_text_and_usage(expected) for each in running)
     finally:

@@ -81,7 +81,7 @@ def slow_workers(fleet: Fleet, names: Sequence[str], *options: str) -> Iterator[
         fleet.wait_instances((*SIMULATED_WORKERS, *names))
         yield
     finally:
-        for name in names:
+        for name in fleet.processes.keys() & set(names):
             fleet.processes[name].kill()
             fleet.forget(name)
 

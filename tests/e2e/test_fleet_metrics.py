@@ -164,6 +164,7 @@ def test_the_desired_number_of_instances_follows_the_load(fleet: Fleet) -> None:
         while not all(stream.done() for stream in streams):
             idle_s = time.monotonic()
             more_are_desired()
+            time.sleep(0.05)
         for stream in streams:
             stream.result(timeout=WAIT_S)
     finally:

@@ -73,11 +73,11 @@ def chats(fleet: Fleet) -> Iterator[Chats]:
 
 def streaming_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Future[Chat]]:
     """Start a stream on this worker; return its request ID, and the future of its end."""
-    return before_it_ends(lambda: stream_on(fleet, chats, worker))
+    return before_it_ends(lambda: try_to_stream_on(fleet, chats, worker))
 
 
-def stream_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Future[Chat]]:
-    """Do that once. Raise RequestEnded if the stream ends before it is there."""
+def try_to_stream_on(fleet: Fleet, chats: Chats, worker: str) -> tuple[str, Future[Chat]]:
+    """Do as `streaming_on`, once. Raise RequestEnded if the stream ends before it is there."""
     stream, chat = chats.begin(LONG.prompt, lambda chat: len(chat.reasoning) > 40)
     placed = fleet.wait_request(chat.request_id, ended=stream.done)
     if placed.instance_id != worker:
@@ -133,7 +133,7 @@ def is_running(process: int) -> bool:
 
 def test_requests_move_between_engines_with_two_ranks_and_one(fleet: Fleet, chats: Chats) -> None:
     def moved() -> tuple[Future[Chat], list[migration_pb2.MigrationRecord]]:
-        request, stream = stream_on(fleet, chats, "w0")
+        request, stream = try_to_stream_on(fleet, chats, "w0")
         records = []
         for source, target in pairwise(("w0", "w1", "w0", "w2", "w1")):
             wait_decoding(fleet, request, source, stream)
@@ -160,7 +160,7 @@ def test_rank_stopped_in_mid_stream(fleet: Fleet, chats: Chats) -> None:
     ranks, shared = ranks_of(fleet, "w0"), shared_by(fleet, "w0")
 
     def stopped() -> Future[Chat]:
-        _, stream = stream_on(fleet, chats, "w0")
+        _, stream = try_to_stream_on(fleet, chats, "w0")
         os.kill(ranks[1], signal.SIGSTOP)
         if stream.done():
             os.kill(ranks[1], signal.SIGCONT)
@@ -200,7 +200,7 @@ def test_rank_killed_at_a_migration_step(fleet: Fleet, chats: Chats, step: str, 
     ranks, shared = ranks_of(fleet, worker), shared_by(fleet, worker)
 
     def held() -> tuple[Future[Chat], threading.Thread]:
-        request, stream = stream_on(fleet, chats, "w0")
+        request, stream = try_to_stream_on(fleet, chats, "w0")
         return stream, fleet.hold_migration(request, "w1", step, ended=stream.done)
 
     stream, mover = before_it_ends(held)

@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from examples.fleet import Chat
+from tailrace.cli.errors import Unreachable
 from tailrace.local.state import RunFolder, RunState
 from tailrace.tiny import MODEL_PATH
 from tailrace.tiny.task import task
@@ -30,8 +32,6 @@ from tests.waiting import WAIT_S
 
 A, B, PORT = "10.78.0.1", "10.78.0.2", 8000
 LINK, KEY = "hosts0", "none"
-# Exit status of a command that no scheduler can carry out now.
-UNREACHABLE = 3
 PROMPT = task("wxyz", 220, 180).prompt
 FLEET = {
     "hosts": {"a": {"address": A}, "b": {"address": B}},
@@ -172,8 +172,9 @@ def running_on_b(hosts: Hosts, chats: Chats) -> Future[Chat]:
         if running.done():
             raise RequestEnded("the answer ended before it was moved")
         # For a moment nobody may lead, or the target not report.
-        passing = result.returncode == UNREACHABLE or "is suspect" in result.stderr
+        passing = result.returncode == Unreachable.exit_code or "is suspect" in result.stderr
         assert passing, f"{shlex.join(command)}: {result.stdout}{result.stderr}"
+        time.sleep(0.5)
     return running
 
 

@@ -19,7 +19,7 @@ import pytest
 from examples.fleet import Chat
 from tailrace.tiny.task import task
 from tailrace.v1 import migration_pb2, types_pb2
-from tests.e2e.test_ranks import is_running, stream_on, streaming_on, wait_decoding
+from tests.e2e.test_ranks import is_running, streaming_on, try_to_stream_on, wait_decoding
 from tests.harness.chats import Chats, assert_expected
 from tests.harness.fleet import Fleet
 from tests.harness.namespaces import ip, prepare, run
@@ -121,7 +121,7 @@ def test_instance_says_how_requests_migrate_and_where_its_ranks_are(fleet: Fleet
 
 def test_requests_move_by_replay(fleet: Fleet, chats: Chats) -> None:
     def moved() -> tuple[Future[Chat], list[migration_pb2.MigrationRecord]]:
-        request, stream = stream_on(fleet, chats, "w0")
+        request, stream = try_to_stream_on(fleet, chats, "w0")
         wait_decoding(fleet, request, "w0", stream)
         records = [fleet.move(request, "w1")]
         wait_decoding(fleet, request, "w1", stream)

@@ -27,8 +27,7 @@ from tests.waiting import WAIT_S
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody's turn end, and nobody be alone, because this process waits for a core."""
-    monkeypatch.setattr(LargeLane.__init__, "__defaults__", (large_lane.MAX_WAITING, WAIT_S))
+    """Let nobody be alone because this process waits for a core."""
     for module in (large_lane, pace):
         monkeypatch.setattr(module, "ALONE_AFTER_S", WAIT_S)
 
@@ -39,7 +38,7 @@ async def run_ready_tasks() -> None:
 
 
 async def test_tenants_take_turns() -> None:
-    lane = LargeLane()
+    lane = LargeLane(max_turn_s=WAIT_S)
     order: list[str] = []
 
     async def enter(tenant: str) -> None:
@@ -58,7 +57,7 @@ async def test_tenants_take_turns() -> None:
 
 
 async def test_next_one_waits_until_others_had_most_of_the_event_loop() -> None:
-    lane = LargeLane()
+    lane = LargeLane(max_turn_s=WAIT_S)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     (await lane.enter("a", 1.0, 0.01)).end()
@@ -68,7 +67,7 @@ async def test_next_one_waits_until_others_had_most_of_the_event_loop() -> None:
 
 
 async def test_sequences_are_submitted_one_by_one_with_time_in_between() -> None:
-    lane = LargeLane()
+    lane = LargeLane(max_turn_s=WAIT_S)
     loop = asyncio.get_running_loop()
     turn = await lane.enter("a", 1.0, 0.0)
     began_s = loop.time()
@@ -80,7 +79,7 @@ async def test_sequences_are_submitted_one_by_one_with_time_in_between() -> None
 
 
 async def test_sequences_leave_more_time_once_a_small_request_has_come() -> None:
-    lane = LargeLane()
+    lane = LargeLane(max_turn_s=WAIT_S)
     loop = asyncio.get_running_loop()
     turn = await lane.enter("a", 1.0, 0.0)
     lane.small_came()
@@ -93,7 +92,7 @@ async def test_sequences_leave_more_time_once_a_small_request_has_come() -> None
 
 
 async def test_queue_of_a_tenant_is_bounded() -> None:
-    lane = LargeLane(max_waiting=1)
+    lane = LargeLane(max_waiting=1, max_turn_s=WAIT_S)
     turn = await lane.enter("a", 1.0, 0.0)
     waiting = asyncio.create_task(lane.enter("a", 1.0, 0.0))
     await run_ready_tasks()
@@ -121,7 +120,7 @@ async def test_turn_that_takes_too_long_is_over() -> None:
 )
 def test_each_turn_is_taken_and_given_back_once(events: list[tuple[str, int]]) -> None:
     async def check() -> None:
-        lane = LargeLane()
+        lane = LargeLane(max_turn_s=WAIT_S)
         tasks: list[asyncio.Task[LaneTurn]] = []
         ended: set[int] = set()
         for event, which in events:

@@ -20,7 +20,7 @@ from tailrace.tiny import MODEL_PATH, REASONING_PARSER
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, migration_pb2, types_pb2
 from tests.harness.forked import PYTHONPATH
 from tests.harness.processes import Process, tailrace, wait_until
-from tests.harness.tries import RequestEnded, is_unavailable
+from tests.harness.tries import TRIES, RequestEnded, is_refused_for_now
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 
@@ -29,7 +29,7 @@ MODEL = "tiny"
 # on: two ranks on two cores would keep etcd and the schedulers waiting for longer than a stream lasts.
 _ENGINE_NICENESS = 10
 # Why a request stays where it is when a process gets no CPU time for seconds.
-_LATE = ("failed to connect", "did not answer within", "not finished within")
+_LATE = ("failed to connect", "the source did not answer within", "not finished within")
 # Why a migration is refused for a moment.
 _NOT_YET = ("is suspect", "is in prefill")
 _PAUSE_S = 0.1
@@ -404,25 +404,34 @@ class Fleet:
         on a machine that is too busy; what it carries is recomputed then."""
         return len(re.findall(r"lost \S+: silent for", self.processes[name].text()))
 
+    def late_placements(self, name: str = "frontend") -> float:
+        """Return how many requests a front end has placed itself, since no scheduler answered in its second,
+        as on a machine that is too busy."""
+        return self.metric(name, "tailrace_frontend_placements_total", 'by="fallback"')
+
     # ---- controlling
 
     def migrate(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:
         """Migrate a request, wait for the end and return the last record. Raise grpc.RpcError if refused.
 
         Ordered again as long as it is refused only for now (no scheduler leads, the target is suspect, the
-        request is in prefill), or a process was too late for it: one was restarted, or is busy.
+        request is in prefill), and a few times if a process was too late for it: one was restarted, or is
+        busy.
         """
         deadline_s = time.monotonic() + WAIT_S
+        late = 0
         while True:
             try:
                 record = self._order(request_id, target)
             except grpc.RpcError as error:
-                for_now = is_unavailable(error) or any(reason in str(error) for reason in _NOT_YET)
+                for_now = is_refused_for_now(error) or any(reason in str(error) for reason in _NOT_YET)
                 if not for_now or time.monotonic() > deadline_s:
                     raise
             else:
-                if not any(reason in record.error for reason in _LATE) or time.monotonic() > deadline_s:
+                late += 1
+                if not any(reason in record.error for reason in _LATE) or late == TRIES:
                     return record
+                print(f"migration to {target}: {record.error}")
             time.sleep(_PAUSE_S)
 
     def move(self, request_id: str, target: str) -> migration_pb2.MigrationRecord:

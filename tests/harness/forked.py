@@ -154,13 +154,13 @@ class ForkedCommand:
     """A running command with the part of subprocess.Popen's interface that `Process` uses."""
 
     def __init__(
-        self, arguments: Sequence[str], log: Path, env: Mapping[str, str], vllm: bool, first: str = ""
+        self, arguments: Sequence[str], log: Path, env: Mapping[str, str], vllm: bool, prelude: str = ""
     ) -> None:
-        """`env`: added to that of this process. `vllm`: whether the command needs vLLM. `first`: Python
+        """`env`: added to that of this process. `vllm`: whether the command needs vLLM. `prelude`: Python
         that runs before it."""
-        code = ["-c", f"{first}\nfrom tailrace.cli.main import main\nmain()"]
+        code = ["-c", f"{prelude}\nfrom tailrace.cli.main import main\nmain()"]
         start = Start(
-            arguments=[*(code if first else ["-m", "tailrace"]), *arguments],
+            arguments=[*(code if prelude else ["-m", "tailrace"]), *arguments],
             env={**os.environ, **env},
             folder=os.getcwd(),
             fds=[0, 1, 2],

@@ -19,14 +19,15 @@ import openai
 from safetensors.numpy import load_file, save_file
 
 from examples.fleet import Chat, stream_chat
+from tailrace.cli.errors import Unreachable
 from tailrace.tiny import MODEL_PATH
 from tests.harness.chats import client
 from tests.harness.fleet import MODEL, Fleet
 from tests.harness.processes import tailrace
 from tests.waiting import WAIT_S
 
-# Exit status of a command that no scheduler can carry out now.
-_UNREACHABLE = 3
+# Until a command that no scheduler could carry out is tried again.
+_PAUSE_S = 0.5
 
 
 def run_rollout(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,8 +41,9 @@ def run_rollout(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess[st
         )
         command = tailrace("rollout", *arguments, "--admin", addresses)
         result = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
-        if result.returncode != _UNREACHABLE or time.monotonic() > deadline_s:
+        if result.returncode != Unreachable.exit_code or time.monotonic() > deadline_s:
             return result
+        time.sleep(_PAUSE_S)
 
 
 def fingerprints(fleet: Fleet) -> dict[str, str]:

@@ -11,14 +11,14 @@ import grpc
 from tests.waiting import WAIT_S
 
 TRIES: Final = 5
-"""Streams that may end before a test gets to them: it gets little CPU time on a busy machine."""
+"""How often a test tries: on a busy machine a stream may end before the test gets to it."""
 _PAUSE_S: Final = 0.1
 
 Result = TypeVar("Result")
 
 
 class RequestEnded(RuntimeError):
-    """A request ended before a test got to it."""
+    """A request ended, or what a test was to find was over, before the test got to it."""
 
 
 def before_it_ends(attempt: Callable[[], Result]) -> Result:
@@ -50,12 +50,12 @@ def once_available(call: Callable[[], Result]) -> Result:
         try:
             return call()
         except grpc.RpcError as refused:
-            if not is_unavailable(refused) or time.monotonic() > deadline_s:
+            if not is_refused_for_now(refused) or time.monotonic() > deadline_s:
                 raise
         time.sleep(_PAUSE_S)
 
 
-def is_unavailable(error: grpc.RpcError) -> bool:
+def is_refused_for_now(error: grpc.RpcError) -> bool:
     """Return whether a call was refused only for now; or what it sets is not yet followed everywhere."""
     if not isinstance(error, grpc.Call):
         return False

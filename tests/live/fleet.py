@@ -40,7 +40,7 @@ from tailrace.v1.admin_pb2_grpc import AdminStub
 from tailrace.wire.requests import SamplingParams
 from tests.frontend.fake_api_server import FakeApiServer
 from tests.harness.controlled import in_effect
-from tests.harness.tries import RequestEnded, is_unavailable
+from tests.harness.tries import RequestEnded, is_refused_for_now
 from tests.waiting import WAIT_S
 from tests.worker.worker_processes import WorkerProcess, worker_process
 from worker_agent.engine.simulated import SimulatedSettings
@@ -85,7 +85,7 @@ class Fleet:
                 try:
                     return await make(self.admin)
                 except grpc.aio.AioRpcError as refused:
-                    if not is_unavailable(refused):
+                    if not is_refused_for_now(refused):
                         raise
                 await asyncio.sleep(0.1)
 
@@ -212,12 +212,13 @@ class Fleet:
     async def wait_for_migrations(
         self, reason: str, requests: Sequence[str], count: int = 1
     ) -> list[migration_pb2.MigrationRecord]:
-        """Wait until `count` migrations with this reason were committed since the start of the fleet. Raise
-        RequestEnded if all these requests have ended before."""
+        """Wait until `count` migrations of these requests with this reason were committed. Raise RequestEnded
+        if all of them have ended before."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 over = not self.running(*requests)
-                if len(found := await self.migrations(reason)) >= count:
+                found = [m for m in await self.migrations(reason) if m.request_id in requests]
+                if len(found) >= count:
                     return found
                 if over:
                     raise RequestEnded(f"{len(found)} of {count} migrations: {reason}")
@@ -225,12 +226,12 @@ class Fleet:
                 await asyncio.sleep(0.05)
 
     async def wait_for_migration_by(self, policy: str, request: str) -> None:
-        """Wait until a migration decided by this policy was committed. Raise RequestEnded if the request has
-        ended before."""
+        """Wait until a migration of the request that this policy decided was committed. Raise RequestEnded if
+        it has ended before."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 over = not self.running(request)
-                if policy in {m.policy for m in await self.migrations()}:
+                if policy in {m.policy for m in await self.migrations() if m.request_id == request}:
                     return
                 if over:
                     raise RequestEnded(f"no migration by {policy}")

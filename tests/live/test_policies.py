@@ -134,6 +134,7 @@ async def test_arrow_flips_pools_in_etcd_without_a_drain(fleet: Fleet) -> None:
             await fleet.wait_for_members(
                 lambda m: sum(p is Pool.PREFILL for p in m.pools.values()) < 2, requests
             )
+            assert fleet.members.draining == frozenset()
         finally:
             await fleet.finish(*requests)
 

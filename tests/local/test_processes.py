@@ -44,12 +44,6 @@ _WITH_CHILD = (
 Started = subprocess.Popen[str]
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for what was killed to end for as long as a busy machine may take."""
-    monkeypatch.setattr("tailrace.local.process._KILL_S", WAIT_S)
-
-
 @pytest.fixture
 def started() -> Iterator[list[Started]]:
     """Yield a list for processes that are killed after the test."""

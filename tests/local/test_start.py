@@ -33,12 +33,6 @@ def _part(name: str, command: Sequence[str], timeout_s: float = WAIT_S) -> PartS
     return PartSpec(name, Tier.ETCD, command, _NOWHERE, timeout_s=timeout_s)
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for what was killed to end for as long as a busy machine may take."""
-    monkeypatch.setattr("tailrace.local.process._KILL_S", WAIT_S)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path / ".run")

@@ -60,7 +60,7 @@ class Control:
     members: Membership
     stack: contextlib.AsyncExitStack
     channels: Channels
-    # After which a monitor takes an instance that does not report for silent.
+    # Seconds without a report after which a monitor takes an instance to be silent.
     silence_s: float
     workers: dict[str, Worker] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -165,6 +165,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler_svc.admin.in_force.FOLLOW_S", WAIT_S)
     monkeypatch.setattr("scheduler_svc.admin.in_force._ANSWER_S", WAIT_S)
     monkeypatch.setattr("scheduler_svc.following.ETCD_LAG_S", WAIT_S)
+    monkeypatch.setattr("scheduler_svc.actuator.ETCD_LAG_S", WAIT_S)
     monkeypatch.setattr("scheduler_svc.migrations._OPEN_S", WAIT_S)
     monkeypatch.setattr("scheduler_svc.migrations._LIST_S", WAIT_S)
     monkeypatch.setattr("scheduler_svc.actuator._CALL_S", WAIT_S)

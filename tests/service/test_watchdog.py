@@ -27,7 +27,7 @@ async def main(shutdown):
         ctypes.PyDLL(None).sleep(120)
     print("runs", flush=True)
     if sys.argv[1] == "stop":
-        # The loop is blocked when the watchdog looks for the second time before, and when it looks after.
+        # The loop is blocked at the watchdog's second look before the process stops, until after it goes on.
         time.sleep(0.9)
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.5)

@@ -180,6 +180,7 @@ class Serving:
 
 async def serve(settings: PeerSettings) -> None:
     # A target's process may be slow to take blocks.
+    assert server._SEND_S
     server._SEND_S = WAIT_S  # type: ignore[misc]
     start_ucx(settings.ucx)
     serving = Serving(settings)

@@ -119,6 +119,7 @@ def time_out_where_missed(patch: pytest.MonkeyPatch, links: RankLinks, ranks: Se
         numbers, ask = itertools.count(), link.ask
 
         async def asking(command: Command, kind: type[RankAnswer], seconds: float | None) -> RankAnswer:
+            assert not isinstance(command, Ping) or seconds == links._pulse.timeout_s
             missed = isinstance(command, Ping) and next(numbers) in rank.missed
             return await ask(command, kind, 0.05 if missed else WAIT_S)
 

@@ -126,10 +126,11 @@ async def worker_process(
         environment["TAILRACE_FAULTS"] = f"@{faults}" if isinstance(faults, Path) else json.dumps(faults)
     log = folder / f"{name}.log"
     log.write_bytes(b"")
-    first = "".join(
-        f"import {each.rpartition('.')[0]}\n{each} = {value}\n" for each, value in deadlines.items()
+    prelude = "".join(
+        f"import {each.rpartition('.')[0]}\nassert {each}\n{each} = {value}\n"
+        for each, value in deadlines.items()
     )
-    process = ForkedCommand(command, log, environment, vllm=False, first=first)
+    process = ForkedCommand(command, log, environment, vllm=False, prelude=prelude)
     worker = WorkerProcess(process, log, [])
     stem, _, first = name.rpartition("-")
     names = [name] if count == 1 else [f"{stem}-{int(first) + n}" for n in range(count)]
