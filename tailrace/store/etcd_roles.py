@@ -78,6 +78,13 @@ _ROOT = etcd_user(Role.ETCD_ROOT)
 
 _Span = tuple[bytes, bytes]
 
+# How etcd's errors end that refuse a change because it has been made.
+_MADE: Final = (
+    "user name already exists",
+    "role name already exists",
+    "permission is not granted to the role",
+)
+
 
 async def apply_rights(client: EtcdClient, rights: Iterable[Rights], cluster: str) -> list[str]:
     """Create or correct users, roles and permissions, and enable etcd's authentication.
@@ -109,13 +116,13 @@ async def _ensure_user(client: EtcdClient, user: str, role: str) -> Iterable[str
     if present is None:
         options = etcd_pb2.UserAddOptions(no_password=True)
         request = etcd_pb2.AuthUserAddRequest(name=user, options=options)
-        await client.call(USER_ADD, request, f"add user {user}")
+        await _change(client, USER_ADD, request, f"add user {user}")
         changes.append(f"user {user} added")
     if (
         await _get_or_none(client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}")
         is None
     ):
-        await client.call(ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
+        await _change(client, ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
         changes.append(f"role {role} added")
     if present is None or role not in present.roles:
         grant = etcd_pb2.AuthUserGrantRoleRequest(user=user, role=role)
@@ -131,7 +138,7 @@ async def _ensure_role(client: EtcdClient, role: str, rights: Rights) -> list[st
         client, ROLE_GET, etcd_pb2.AuthRoleGetRequest(role=role), f"look up role {role}"
     )
     if present is None:
-        await client.call(ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
+        await _change(client, ROLE_ADD, etcd_pb2.AuthRoleAddRequest(name=role), f"add role {role}")
         changes.append(f"role {role} added")
     required = {(key, end): kind for key, end, kind in _permissions(rights)}
     granted: dict[_Span, etcd_pb2.Permission.Type.ValueType] = {}
@@ -145,7 +152,7 @@ async def _ensure_role(client: EtcdClient, role: str, rights: Rights) -> list[st
             changes.append(f"role {role}: {_kind_name(kind)} {key.decode()}")
     for key, end in granted.keys() - required.keys():
         revoke = etcd_pb2.AuthRoleRevokePermissionRequest(role=role, key=key, range_end=end)
-        await client.call(ROLE_REVOKE, revoke, f"revoke from {role} {key.decode(errors='replace')}")
+        await _change(client, ROLE_REVOKE, revoke, f"revoke from {role} {key.decode(errors='replace')}")
         changes.append(f"role {role}: no longer {key.decode(errors='replace')}")
     return changes
 
@@ -161,6 +168,16 @@ def _permissions(rights: Rights) -> Iterator[tuple[bytes, bytes, etcd_pb2.Permis
 
 def _kind_name(kind: etcd_pb2.Permission.Type.ValueType) -> str:
     return etcd_pb2.Permission.Type.Name(kind).lower()
+
+
+async def _change(client: EtcdClient, method: Method[Request, Reply], request: Request, action: str) -> None:
+    """Make a change that was found missing: if it is there now, an attempt before has made it, whose answer
+    was late or lost."""
+    try:
+        await client.call(method, request, action)
+    except Rejected as error:
+        if not (error.code is grpc.StatusCode.FAILED_PRECONDITION and str(error).endswith(_MADE)):
+            raise
 
 
 async def _get_or_none(
