@@ -17,7 +17,7 @@ from tailrace.request_ids import (
 from tailrace.v1 import worker_pb2
 from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs
 from tailrace.wire.requests import read_full_request
-from tests.frontend.conftest import Rig, eventually
+from tests.frontend.conftest import Rig, eventually, place_wait_ends
 from tests.frontend.scripted_worker import FINISHED, PREFILL_DONE, outputs
 
 RANDOM = "0123456789abcdef0123456789abcdef"
@@ -141,6 +141,7 @@ async def test_wrong_id_is_refused_before_it_costs_anything(
     assert worker.received.empty() and not len(rig.engine.table)
 
 
+@place_wait_ends
 async def test_error_of_a_renamed_request_has_the_api_servers_name(rig: Rig) -> None:
     await rig.worker("a")
     await rig.front.ready()

@@ -241,8 +241,9 @@ async def test_certificate_rotation_interrupts_no_call(authority: Authority) -> 
         authority.retire()
         second = channels.get(address, Role.WORKER)
         assert second is not first
+        # The server gives a handshake up that takes seconds.
         await worker_pb2_grpc.WorkerStub(second).CancelImport(
-            worker_pb2.CancelImportRequest(), timeout=WAIT_S
+            worker_pb2.CancelImportRequest(), timeout=WAIT_S, wait_for_ready=True
         )
         worker.go_on.set()
         assert await stream.read() is not grpc.aio.EOF
