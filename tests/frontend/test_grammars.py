@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,7 @@ from frontend_svc.api_server.grammar_verdict import INVALID, TOO_LARGE, Verdict
 from tailrace.tenancy.body import LimitRefusal
 from tailrace.tiny import MODEL_PATH
 from tests.frontend.conftest import eventually
+from tests.harness.forked import api_server_python
 from tests.waiting import WAIT_S
 
 if TYPE_CHECKING:
@@ -46,6 +48,14 @@ def config() -> VllmConfig:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return AsyncEngineArgs(model=str(MODEL_PATH)).create_engine_config()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> Iterator[None]:
+    """Start the processes that check grammars with vLLM imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", api_server_python() or sys.executable)
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

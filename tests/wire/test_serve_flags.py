@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tailrace.cli.serve import service_command
 from tailrace.cli.up import up
 from tailrace.service.vllm_line import VllmLine, VllmLineError
 from tailrace.tiny import MODEL_PATH
+from tests.harness.forked import api_server_python
 from worker_agent.settings import EngineOptionError, EngineOptions, with_flags
 
 pytestmark = pytest.mark.vllm
@@ -135,6 +137,8 @@ def test_what_the_api_server_would_refuse(words: list[str], problem: str) -> Non
 def test_flags_are_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And an option of ours may have been meant."""
     monkeypatch.setenv("TAILRACE_RUN_DIR", str(tmp_path / "run"))
+    # Of the process that reads the flags by vLLM's parser.
+    monkeypatch.setattr(sys, "executable", api_server_python() or sys.executable)
     result = CliRunner().invoke(main, ["up", "--wrokers", "2"])
     assert result.exit_code == 2
     assert "unrecognized arguments: --wrokers 2 (did you mean '--workers'?)" in result.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.tiny import MODEL_PATH
+from tests.harness.forked import api_server_python
 from tests.waiting import WAIT_S
 
 pytest.importorskip("vllm", reason="the vLLM engine is not installed")
@@ -108,10 +109,13 @@ async def test_engine_that_hangs_is_given_up_at_once() -> None:
 
 
 _KILLED = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, tempfile
 from unittest.mock import Mock
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.settings import EngineOptions
+
+# It may have been read before the fork.
+tempfile.tempdir = os.environ["TMPDIR"]
 
 async def run():
     engine = VllmEngine(EngineOptions(model=sys.argv[1], kv_blocks=32, arguments={"max_model_len": 512}))
@@ -127,7 +131,7 @@ asyncio.run(run())
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_an_engine_leaves_no_rendezvous(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-c", _KILLED, str(MODEL_PATH), end]
+    command = [api_server_python() or sys.executable, "-c", _KILLED, str(MODEL_PATH), end]
     subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, timeout=WAIT_S, check=False)
     meetings = list(tmp_path.glob("vllm_dist_*"))
     assert len(meetings) == (end == "killed")
