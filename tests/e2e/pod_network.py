@@ -67,6 +67,10 @@ class Pod:
         for volume in self.spec["volumes"]:
             path = self.folder / volume["name"]
             path.mkdir(parents=True, exist_ok=True)
+            if whole := volume.get("secret"):
+                for name, content in secrets[whole["secretName"]].items():
+                    (path / name).write_bytes(content)
+                    (path / name).chmod(whole["defaultMode"])
             projected = volume.get("projected", {"sources": []})
             for secret in [source["secret"] for source in projected["sources"]]:
                 for item in secret["items"]:
@@ -220,7 +224,10 @@ def rendered_pods(folder: Path, fleet: Mapping[str, Any]) -> Iterator[dict[str, 
     (folder / "fleet.yaml").write_text(yaml.safe_dump(dict(fleet)))
     tailrace(folder, "render", "kubernetes", "-f", "fleet.yaml")
     secrets = {
-        each["metadata"]["name"]: {key: base64.b64decode(text) for key, text in each["data"].items()}
+        each["metadata"]["name"]: {
+            **{key: base64.b64decode(text) for key, text in each.get("data", {}).items()},
+            **{key: text.encode() for key, text in each.get("stringData", {}).items()},
+        }
         for each in objects(folder, "secrets.yaml")
     }
     prepare()
@@ -264,10 +271,10 @@ def assert_probes_pass(pods: Mapping[str, Pod]) -> None:
             wait_until(lambda pod=pod, name=name: pod.probe(name), f"{name} of {pod.name}")  # type: ignore[misc]
 
 
-def assert_finishes_its_streams(pod: Pod, prompt: str, begins_late: bool) -> None:
+def assert_finishes_its_streams(pod: Pod, prompt: str, begins_late: bool, key: str = "none") -> None:
     """Delete a pod that users reach: a stream that runs goes on to its end, and so does one that begins as
     long as the pod's address is still known (`begins_late`)."""
-    chats = Chats(f"http://{pod.address}:{PORT}")
+    chats = Chats(f"http://{pod.address}:{PORT}", key=key)
     try:
         expected = chats.run(prompt)
         running = [chats.begin(prompt)[0]]
@@ -319,7 +326,7 @@ def _mount_names(folder: Path, pods: Mapping[str, Pod]) -> None:
     """Give the pods their names, and the folders into which volumes are mounted, in this mount namespace."""
     etc = folder / "etc"
     run("cp", "-a", "/etc", str(etc))
-    for path in ("tailrace/tls", "tailrace/operator"):
+    for path in ("tailrace/tls", "tailrace/operator", "tailrace/keys"):
         (etc / path).mkdir(parents=True, exist_ok=True)
     lines = ["127.0.0.1 localhost"]
     for name, pod in pods.items():

@@ -39,7 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pods(folder: Path) -> Iterator[dict[str, Pod]]:
+def key(folder: Path) -> str:
+    """Return the key of a user."""
+    return tailrace(folder, "keys", "make", "users").strip()
+
+
+@pytest.fixture(scope="module")
+def pods(folder: Path, key: str) -> Iterator[dict[str, Pod]]:
     # Other weights, so that nobody takes one model for the other.
     other = Path(shutil.copytree(MODEL_PATH, folder / "other"))
     (other / "model.safetensors").unlink()
@@ -61,19 +67,18 @@ def pods(folder: Path) -> Iterator[dict[str, Pod]]:
         ],
         "policy": {"name": "tailrace"},
         "tls": True,
-        # There are no keys.
-        "insecure": True,
+        "keys": "keys.json",
         "kubernetes": {"etcd": 1},
     }
     with running_pods(folder, fleet) as known:
         yield known
 
 
-def ask(pods: dict[str, Pod], model: str) -> tuple[int, object]:
+def ask(pods: dict[str, Pod], key: str, model: str) -> tuple[int, object]:
     """Return status and answer of a request to the edge."""
     body = {"model": model, "prompt": "hello", "max_tokens": 8, "temperature": 0}
     url = f"http://{pods['edge-0'].address}:{PORT}/v1/completions"
-    reply = httpx.post(url, json=body, timeout=WAIT_S)
+    reply = httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"}, timeout=WAIT_S)
     return reply.status_code, reply.json()
 
 
@@ -82,15 +87,15 @@ def test_a_started_pod_passes_its_probes(pods: dict[str, Pod]) -> None:
     assert_probes_pass(pods)
 
 
-def test_the_edge_serves_both_models(pods: dict[str, Pod]) -> None:
+def test_the_edge_serves_both_models(pods: dict[str, Pod], key: str) -> None:
     texts = {}
     for model in ("tiny", "other"):
-        wait_until(lambda: ask(pods, model)[0] == 200, f"{model} to answer")  # noqa: B023
-        _, reply = ask(pods, model)
+        wait_until(lambda: ask(pods, key, model)[0] == 200, f"{model} to answer")  # noqa: B023
+        _, reply = ask(pods, key, model)
         assert isinstance(reply, dict) and reply["model"] == model
         texts[model] = reply["choices"][0]["text"]
     assert texts["tiny"] != texts["other"]
-    assert ask(pods, "none")[0] == 404
+    assert ask(pods, key, "none")[0] == 404
     # A front end takes edges alone.
     with pytest.raises((OSError, httpx.HTTPError)):
         urllib.request.urlopen(f"http://{pods['tiny-frontend-0'].address}:{BEHIND}/v1/models", timeout=WAIT_S)
@@ -108,9 +113,9 @@ def test_each_cluster_has_its_own_policy(pods: dict[str, Pod], folder: Path) -> 
     assert apply("scheduler-0") == apply("other-scheduler-0", "--model", "other") == unchanged
 
 
-def test_policies_allow_the_connections_that_there_are(pods: dict[str, Pod], folder: Path) -> None:
+def test_policies_allow_the_connections_that_there_are(pods: dict[str, Pod], folder: Path, key: str) -> None:
     for model in ("tiny", "other"):
-        assert ask(pods, model)[0] == 200
+        assert ask(pods, key, model)[0] == 200
     seen, refused = seen_connections(folder, pods)
     assert not refused
     assert {
@@ -124,5 +129,5 @@ def test_policies_allow_the_connections_that_there_are(pods: dict[str, Pod], fol
     } <= seen
 
 
-def test_an_edge_that_is_deleted_finishes_its_streams(pods: dict[str, Pod]) -> None:
-    assert_finishes_its_streams(pods["edge-0"], PROMPT, begins_late=False)
+def test_an_edge_that_is_deleted_finishes_its_streams(pods: dict[str, Pod], key: str) -> None:
+    assert_finishes_its_streams(pods["edge-0"], PROMPT, begins_late=False, key=key)

@@ -14,9 +14,9 @@ from tests.harness.processes import wait_until
 from tests.waiting import WAIT_S
 
 
-def client(http: str) -> OpenAI:
+def client(http: str, key: str = "none") -> OpenAI:
     """Return a client without retries, so that a test sees every failure."""
-    return OpenAI(base_url=f"{http}/v1", api_key="none", timeout=WAIT_S, max_retries=0)
+    return OpenAI(base_url=f"{http}/v1", api_key=key, timeout=WAIT_S, max_retries=0)
 
 
 def assert_expected(chat: Chat, expected: Task) -> None:
@@ -30,8 +30,8 @@ def assert_expected(chat: Chat, expected: Task) -> None:
 class Chats:
     """Runs chat streams concurrently."""
 
-    def __init__(self, http: str, threads: int = 64) -> None:
-        self._client = client(http)
+    def __init__(self, http: str, threads: int = 64, key: str = "none") -> None:
+        self._client = client(http, key)
         self._pool = ThreadPoolExecutor(threads)
 
     def start(
