@@ -30,7 +30,6 @@ from tests.waiting import WAIT_S
 pytestmark = pytest.mark.vllm
 
 COMMITTED = types_pb2.MIGRATION_STATE_COMMITTED
-PLACEMENTS = "tailrace_frontend_placements_total"
 
 # Some 560 tokens: long enough to be moved twice and to be running at every failure.
 LONG = task("wxyz", 45, 15)
@@ -423,12 +422,12 @@ def test_static_pools_prefill_here_and_decode_there(vllm_fleet: Fleet, vllm_chat
             set_pool(name, pool)
         wait_until(lambda: {n: i.pool for n, i in vllm_fleet.instances().items()} == pools, "the pools")
         for _ in range(TRIES):
-            own = vllm_fleet.metric("frontend", PLACEMENTS, 'by="fallback"')
+            own = vllm_fleet.late_placements()
             chat = vllm_chats.run(LONG.prompt)
             assert_expected(chat, LONG)
             moves = [m for m in vllm_fleet.migrations(chat.request_id) if m.state == COMMITTED]
             # Unless the scheduler answered too late, or the answer had ended before it was moved.
-            if moves and vllm_fleet.metric("frontend", PLACEMENTS, 'by="fallback"') == own:
+            if moves and vllm_fleet.late_placements() == own:
                 break
         (move,) = moves
         assert (move.source_instance_id, move.reason, move.policy) == ("w0", "prefill done", "static_pools")

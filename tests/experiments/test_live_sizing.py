@@ -29,8 +29,8 @@ from tailrace.profiles import load_profile
 from tailrace.service.tasks import cancel
 from tailrace.slo import Slo
 from tailrace.v1 import admin_pb2
-from tests.harness.controlled import CALL_S
 from tests.harness.engine_core_load import Stream
+from tests.waiting import WAIT_S
 from worker_agent.engine.simulated.settings import at_speed
 
 POLICY: Final = "tailrace"
@@ -133,7 +133,7 @@ async def _fleet(profile: Path, workers: int, requests: Sequence[SimRequest]) ->
     )
     async with live_fleet(shape) as fleet:
         slo = admin_pb2.Slo(ttft_s=SLO.ttft_s, tpot_s=SLO.tpot_s)
-        await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=slo), timeout=CALL_S)
+        await fleet.admin.SetSlo(admin_pb2.SetSloRequest(slo=slo), timeout=WAIT_S)
         await fleet.reset(POLICY, pooled=False)
         await fleet.wait_idle()
         yield fleet
@@ -151,7 +151,7 @@ async def _record(profile: Path, requests: Sequence[SimRequest]) -> list[dict[st
     async def collect(fleet: LiveFleet) -> None:
         seconds = SECONDS + _PATIENCE_S
         async for reply in fleet.admin.Record(
-            admin_pb2.RecordRequest(seconds=seconds), timeout=seconds + CALL_S
+            admin_pb2.RecordRequest(seconds=seconds), timeout=seconds + WAIT_S
         ):
             lines.extend(reply.lines)
             began.set()
@@ -159,7 +159,7 @@ async def _record(profile: Path, requests: Sequence[SimRequest]) -> list[dict[st
     async with _fleet(profile, RECORDED, requests) as fleet:
         recording = asyncio.create_task(collect(fleet), name="recording")
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(WAIT_S):
                 await began.wait()
             await _replay(fleet, requests)
             # The last ends are reported with the reports before this.

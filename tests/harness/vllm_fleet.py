@@ -16,9 +16,10 @@ from tailrace.cluster import Pool
 from tailrace.store.membership import Membership
 from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, admin_pb2_grpc, profile_pb2
-from tests.harness.controlled import CALL_S, POLL_S, SETTLE_S, ControlledFleet
+from tests.harness.controlled import POLL_S, ControlledFleet
 from tests.harness.processes import FAST_FRONT
 from tests.harness.servers import TailraceCluster
+from tests.waiting import WAIT_S
 
 WORKERS: Final = 3
 BLOCK_TOKENS: Final = 32
@@ -75,7 +76,7 @@ class Fleet(ControlledFleet):
         await self.set_policy("least_loaded")
         await self.set_stages([])
         await self.set_pools({})
-        async with asyncio.timeout(SETTLE_S):
+        async with asyncio.timeout(WAIT_S):
             while not await self._idle():  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
@@ -88,7 +89,7 @@ class Fleet(ControlledFleet):
         request = admin_pb2.AdminProfileRequest(
             instance_id=min(self.members.instances), budget_s=_PROFILE_S, force=True
         )
-        async for event in self.admin.Profile(request, timeout=_PROFILE_S + SETTLE_S):
+        async for event in self.admin.Profile(request, timeout=_PROFILE_S + WAIT_S):
             if event.HasField("profile"):
                 return event.profile
         raise RuntimeError("profiling ended without a profile")
@@ -152,5 +153,5 @@ async def running_fleet(
 
 
 def _scrape(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=CALL_S) as reply:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_S) as reply:
         return str(reply.read().decode())

@@ -16,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.live.simulated.shape import REPORT_S, FleetShape
 from tailrace.v1 import admin_pb2_grpc, migration_pb2, types_pb2
-from tests.harness.controlled import CALL_S, POLL_S, SETTLE_S, ControlledFleet
+from tests.harness.controlled import POLL_S, ControlledFleet
 from tests.harness.engine_core_load import LoadGenerator
 from tests.harness.loaded_fleet import LoadedFleet, Workers, loaded_fleet
+from tests.waiting import WAIT_S
 
 _NEUTRAL: Final = "round_robin"
 
@@ -60,7 +61,7 @@ class LiveFleet(ControlledFleet):
     async def wait_idle(self) -> None:
         """Wait until the scheduler sees every worker, with a fresh report and without requests. Raise
         TimeoutError if it does not in time."""
-        async with asyncio.timeout(SETTLE_S):
+        async with asyncio.timeout(WAIT_S):
             while not await self._idle():  # noqa: ASYNC110 - the scheduler is polled
                 await asyncio.sleep(POLL_S)
 
@@ -83,7 +84,7 @@ class LiveFleet(ControlledFleet):
 
         def read() -> list[Metric]:
             url = f"http://{self._loaded.metrics[part]}/metrics"
-            with urllib.request.urlopen(url, timeout=CALL_S) as reply:
+            with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
                 return list(text_string_to_metric_families(reply.read().decode()))
 
         return await asyncio.to_thread(read)
