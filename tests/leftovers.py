@@ -92,7 +92,9 @@ def main() -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(handles[0], signal.SIGTERM)
     if left := marked(mark):
-        print(f"tests: ending {len(left)} processes that the run left", file=sys.stderr)
+        # Who read the output may be gone too, as with `make test | head`.
+        with suppress(OSError):
+            print(f"tests: ending {len(left)} processes that the run left", file=sys.stderr)
     _end(mark, signal.SIGTERM, _GRACE_S)
     _end(mark, signal.SIGKILL, _KILL_S)
 

@@ -26,10 +26,17 @@ time.sleep(1000)
 """
 
 
-def start(command: list[str], **environment: str) -> tuple[subprocess.Popen[str], int]:
+def start(
+    command: list[str], stderr: int | None = None, **environment: str
+) -> tuple[subprocess.Popen[str], int]:
     """Start a run; return it and the process that it started."""
     run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,
     )
     assert run.stdout is not None
     return run, int(run.stdout.readline())
@@ -57,4 +64,13 @@ def test_a_run_ends_with_its_make() -> None:
     make, started = start(shell, MAKELEVEL="1")
     make.kill()
     make.wait(WAIT_S)
+    wait_until(lambda: not running(started), "what the run started to end")
+
+
+def test_a_run_whose_reader_is_gone_leaves_nothing() -> None:
+    run, started = start([sys.executable, "-c", RUN], stderr=subprocess.PIPE)
+    assert run.stderr is not None
+    run.stderr.close()
+    run.kill()
+    run.wait(WAIT_S)
     wait_until(lambda: not running(started), "what the run started to end")
