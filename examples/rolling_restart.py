@@ -238,9 +238,11 @@ class Campaign:
                     # Its streams must not end, nor others begin, while they are counted.
                     signal_part(part, signal.SIGSTOP)
                     own = open_connections(part, self._state.http)
-                    streams = self._load.streams
             finally:
                 signal_part(part, signal.SIGKILL)
+            # Until then, those that began anew could be on their way to it. A client that has lost its stream
+            # still counts: it waits before it begins again.
+            streams = self._load.streams
         durations = asyncio.run(self._restarter.restart(name))
         # Requests in progress when it exited must end correctly, too.
         self._load.wait_flowing()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,14 @@ def models(hosts: Hosts) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def fleet(hosts: Hosts, models: tuple[str, str]) -> Iterator[dict[str, object]]:
+def key(hosts: Hosts) -> str:
+    """Return the key of a user."""
+    made = hosts.checked("", "tailrace", "keys", "make", "team", "--file", "keys.json")
+    return next(word for word in made.split() if word.startswith("sk-"))
+
+
+@pytest.fixture(scope="module")
+def fleet(hosts: Hosts, models: tuple[str, str], key: str) -> dict[str, object]:
     """Start the fleet; return its file."""
     common = {**SIMULATED, "front": "rust"}
     first = {"model": models[0], "frontends": {"a": 1}}
@@ -50,14 +56,13 @@ def fleet(hosts: Hosts, models: tuple[str, str]) -> Iterator[dict[str, object]]:
         "models": [{**first, **common}, {**second, **common}],
         "policy": {"name": "least_loaded"},
         "tls": True,
-        # There are no keys.
-        "insecure": True,
+        "keys": "keys.json",
     }
     write(hosts.path / "fleet.yaml", content)
     hosts.checked("", "tailrace", "render", "processes", "-f", "fleet.yaml")
     hosts.checked("a", "sh", "start.sh")
     hosts.checked("b", "sh", "start.sh")
-    yield content
+    return content
 
 
 def policy(hosts: Hosts, host: str, model: str) -> list[object]:
@@ -66,13 +71,13 @@ def policy(hosts: Hosts, host: str, model: str) -> list[object]:
 
 
 def test_each_model_answers_by_its_own_policy(
-    hosts: Hosts, models: tuple[str, str], fleet: dict[str, object]
+    hosts: Hosts, models: tuple[str, str], fleet: dict[str, object], key: str
 ) -> None:
     first, second = models
     for model in models:
         expected = {f"{Path(model).name}-worker-{host}-0" for host in ("a", "b")}
         wait_until(lambda: active(hosts, "--model", model) == expected, "both workers")  # noqa: B023
-        wait_until(lambda: ask(model)[0] == 200, f"{model} to answer")  # noqa: B023
+        wait_until(lambda: ask(model, key)[0] == 200, f"{model} to answer")  # noqa: B023
     # Also where no scheduler runs.
     for host in ("a", "b"):
         assert policy(hosts, host, first) == ["least_loaded"]
