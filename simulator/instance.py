@@ -26,12 +26,14 @@ from simulator.steplog import StepLog, StepRun
 from simulator.steptime import StepTime
 from tailrace.cluster import Pool
 from tailrace.intra.allocate import Claim, Room, allocate
-from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.base import IntraPolicy, Rank, TokenIntervals
 from tailrace.intra.earliest_due import nominal_s
 from tailrace.perf.transfer_rate import TransferRate
 
 # Steps for which the length-heterogeneity penalty of a batch is treated as constant.
 _PENALTY_STEPS = 32
+# Steps after which prompts that are kept back are considered again.
+_KEPT_BACK_STEPS = 8
 
 
 class Listener(Protocol):
@@ -446,12 +448,14 @@ class Instance:
         limit = self._max_steps
         preempted = False
         if self.waiting or batch.blocks.used + self._other_blocks > self.total_blocks:
-            stall_s, preempted = self._allocate(now)
+            stall_s, preempted, kept_back = self._allocate(now)
             short = preempted
             # Blocks that a preempted job shared are still in use, so more jobs may have to go.
             while short and batch.blocks.used + self._other_blocks > self.total_blocks:
-                extra_s, short = self._allocate(now)
+                extra_s, short, _ = self._allocate(now)
                 stall_s += extra_s
+            if kept_back:
+                limit = min(limit, _KEPT_BACK_STEPS)
             if preempted:
                 limit = 1
             elif self.waiting and self._intra.preemptive:
@@ -493,14 +497,15 @@ class Instance:
 
     # ---- memory
 
-    def _allocate(self, now: float) -> tuple[float, bool]:
+    def _allocate(self, now: float) -> tuple[float, bool, bool]:
         """Admit and preempt. Return (seconds of copies to and from host memory, whether any job was
-        preempted)."""
+        preempted, whether prompts were kept back)."""
         room = Room(
             self.total_blocks,
             self.total_blocks - self._batch.blocks.used - self._other_blocks,
             self.spec.max_num_seqs - self.slots_taken,
             self._intra.prefill_budget(self.spec.chunk_budget_tokens, len(self._batch)),
+            self._token_intervals(now),
         )
         prefilling = ((rank, job.prefill_total - job.prefill_done) for rank, job in self._prompts.placed)
         grants = allocate(self._intra, self._running_claims, self._waiting_claims(), room, prefilling)
@@ -511,7 +516,13 @@ class Instance:
             stall_s += self._admit(job)
         for job, blocks in grants.passed:
             job.passed_blocks += blocks
-        return stall_s, bool(grants.preempt)
+        return stall_s, bool(grants.preempt), grants.kept_back
+
+    def _token_intervals(self, now: float) -> TokenIntervals | None:
+        if not self._intra.may_keep_back or not self._batch.jobs:
+            return None
+        mean_s = self.token_interval_s(now)
+        return TokenIntervals(now, mean_s, self._time.shortest_s) if mean_s else None
 
     def _running_claims(self) -> list[Claim[Job]]:
         prefilling = (Claim(rank, job, job.blocks) for rank, job in self._prompts.placed)

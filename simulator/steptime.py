@@ -37,6 +37,11 @@ class StepTime:
         self._per_kv_token = profile.decode.ms_per_kv_token / 1e3
         self._penalty = penalty
 
+    @property
+    def shortest_s(self) -> float:
+        """Return the time of a step that decodes one short request."""
+        return self._decode_base + self._per_request
+
     def chunk_s(self, start: int, end: int) -> float:
         """Return the time to prefill tokens [start, end) of one prompt, without the base time of the step."""
         return self._per_token * (end - start) + self._per_token_squared * (end * end - start * start)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.base import IntraPolicy, Rank, TokenIntervals
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -25,6 +25,8 @@ class Room:
     free_slots: int
     # Prompt tokens that the step may compute.
     prompt_tokens: int
+    # Of the requests that decode; None: none does, they are unknown, or the policy does not ask.
+    intervals: TokenIntervals | None = None
 
 
 class Claim(NamedTuple, Generic[Name]):
@@ -48,6 +50,8 @@ class Grants(Generic[Name]):
     # Requests that did not fit, and the blocks given to others that passed them (above 0). The caller adds
     # these to the request's `passed_blocks`, and resets that to 0 on admission.
     passed: list[tuple[Name, int]] = field(default_factory=list)
+    # Whether prompts wait for the running requests to get faster, and not for memory or prompt tokens.
+    kept_back: bool = False
 
 
 def allocate(
@@ -83,6 +87,9 @@ def allocate(
             budget -= following[1]
             following = next(ahead, None)
         if claim.prompt_tokens and budget <= 0:
+            break
+        if claim.prompt_tokens and room.intervals and policy.keeps_back(claim.rank, room.intervals):
+            grants.kept_back = True
             break
         if admission.admits(claim):
             budget -= claim.prompt_tokens

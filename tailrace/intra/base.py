@@ -1,8 +1,9 @@
 """The interface of an intra-instance policy (batch order), on plain data.
 
-A policy decides four things: the order in which requests are served (`rank`), how long a rank is valid
-(`rank_holds`), whether a waiting request may preempt a running one (`preemptive`), and how many prompt tokens
-a step may compute beside its decodes (`prefill_budget`). `tailrace.intra.allocate` turns these into
+A policy decides five things: the order in which requests are served (`rank`), how long a rank is valid
+(`rank_holds`), whether a waiting request may preempt a running one (`preemptive`), whether a waiting prompt
+is kept back so that others get their tokens in time (`keeps_back`), and how many prompt tokens a step may
+compute beside its decodes (`prefill_budget`). `tailrace.intra.allocate` turns these into
 admissions and preemptions. A policy keeps no state between calls.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from tailrace.cluster import Phase
 from tailrace.policy.deployment import Fact
@@ -48,6 +49,17 @@ PASS_OVER: Final = parameter(
     source="vLLM: admission stops at the first request that does not fit",
     minimum=0.0,
 )
+
+
+class TokenIntervals(NamedTuple):
+    """Times between the tokens of an instance's requests, in seconds."""
+
+    # The time, on the clock of `JobView.arrived_s`.
+    now_s: float
+    # Mean over the last one to two seconds.
+    mean_s: float
+    # About the least so far, of a small batch.
+    shortest_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,8 @@ class IntraPolicy(Parametrized, ABC):
     mistake: str = ""
     # Whether a waiting request preempts the last-ranked running ones whose level is below its own.
     preemptive: bool = False
+    # Whether `keeps_back` is asked.
+    may_keep_back: bool = False
     # Whether a migrated request may wait in host memory if the device is full; else it is refused.
     receives_on_host: bool = False
     # Share of the KV blocks that admission leaves free, so that the batch can grow (parameter WATERMARK).
@@ -117,6 +131,11 @@ class IntraPolicy(Parametrized, ABC):
     def level(self, rank: Rank) -> Rank:
         """Return the part of a rank that decides about preemption; by default all but the arrival."""
         return rank[:-1]
+
+    def keeps_back(self, rank: Rank, intervals: TokenIntervals) -> bool:
+        """Return whether a waiting prompt with this rank is not admitted yet, since those that decode get
+        their tokens too slowly already. Asked only if some decode."""
+        return False
 
     def demoted(self, job: JobView) -> bool:
         """Return whether a reasoning request is treated as answering (PASCAL, section IV-C)."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import PASS_OVER, WATERMARK, IntraPolicy, JobView, Rank
+from tailrace.intra.base import PASS_OVER, WATERMARK, IntraPolicy, JobView, Rank, TokenIntervals
 from tailrace.policy.deployment import Fact
 from tailrace.policy.parameters import Value, parameter
-from tailrace.slo import DEFAULT_TTFT_S, READING_S
+from tailrace.slo import DEFAULT_TPOT_S, DEFAULT_TTFT_S, READING_S
 
 # The due time of a waiting prompt, by which the batch order `earliest_due` serves prompts.
 #
@@ -58,6 +59,24 @@ LATE_S: Final = 60.0
 RANK_TOKENS: Final = 50
 PROMPT: Final = 0
 DECODING: Final = 1
+LATE_PROMPT: Final = 2
+# Shared with the fleet's policy, which then knows that late prompts wait.
+TPOT_LIMIT: Final = parameter(
+    0.0,
+    "time between the tokens of an instance's requests above which its prompts wait; 0: none",
+    unit="of the TPOT SLO",
+    minimum=0.0,
+)
+# Prompts that have missed the TTFT SLO wait from this share of the limit on.
+LATE_SHARE: Final = 0.63
+# A TPOT SLO below this many times the time between tokens of a small batch cannot be kept by a smaller one.
+_ATTAINABLE: Final = 1.5
+
+
+def late_interval_s(tpot_limit: float, tpot_slo_s: float) -> float:
+    """Return the time between tokens above which prompts that have missed the TTFT SLO wait; infinite: with
+    no `tpot_limit`."""
+    return LATE_SHARE * tpot_limit * tpot_slo_s or math.inf
 
 
 class EarliestDue(IntraPolicy):
@@ -76,6 +95,11 @@ class EarliestDue(IntraPolicy):
     A waiting prompt that has missed its SLO is postponed by `late_s`. Served in turn it would delay others
     that can still meet their SLOs, and those the next: once the queue is as long as the SLO, no prompt would
     meet it. It still precedes all prompts that arrive `late_s` after it, so it does not starve.
+
+    While the running requests are slower than the TPOT SLO, one more makes all of them miss it. So prompts
+    wait while the time between tokens exceeds `tpot_limit` of the SLO. Those that have missed theirs already
+    wait from a shorter time on, so that others find room. What cannot be served in time thus falls on a few,
+    and not on all. Prompts do not wait where even a small batch hardly keeps the SLO.
     """
 
     lead_s: float = parameter(
@@ -88,9 +112,10 @@ class EarliestDue(IntraPolicy):
     late_s: float = parameter(
         LATE_S, "how long a waiting prompt that has missed the TTFT SLO is postponed", unit="s", minimum=0.0
     )
+    tpot_limit: float = TPOT_LIMIT
     watermark: float = WATERMARK
     pass_over: float = PASS_OVER
-    needs = (Fact.TTFT_SLO, Fact.PACE)
+    needs = (Fact.TTFT_SLO, Fact.TPOT_SLO, Fact.PACE)
     summary = "by when the next token is due; requests far ahead of their reader yield KV; late prompts last"
     preemptive = True
 
@@ -98,6 +123,7 @@ class EarliestDue(IntraPolicy):
         self,
         *,
         ttft_slo_s: float = DEFAULT_TTFT_S,
+        tpot_slo_s: float = DEFAULT_TPOT_S,
         pace_s: float = READING_S,
         **parameters: Value,
     ) -> None:
@@ -105,15 +131,20 @@ class EarliestDue(IntraPolicy):
         super().__init__(**parameters)
         self._lead_us = _whole_us(self.lead_s)
         self._ttft_slo_s = ttft_slo_s
+        self._tpot_slo_s = tpot_slo_s
+        self._interval_s = self.tpot_limit * tpot_slo_s
+        self._late_interval_s = late_interval_s(self.tpot_limit, tpot_slo_s)
+        self.may_keep_back = self.tpot_limit > 0.0
         self._pace_s = pace_s
 
     def rank(self, job: JobView) -> Rank:
-        """Return (due time in microseconds, PROMPT or DECODING, arrival)."""
+        """Return (due time in microseconds, PROMPT, LATE_PROMPT or DECODING, arrival)."""
         if job.phase is Phase.PREFILL:
             due = due_s(job.arrived_s, job.prompt_tokens, job.queue_s)
+            kind = PROMPT
             if job.lapsed:
-                due = max(due, job.arrived_s + self.late_s)
-            return (_whole_us(due + self._ttft_slo_s), PROMPT, job.arrival)
+                due, kind = max(due, job.arrived_s + self.late_s), LATE_PROMPT
+            return (_whole_us(due + self._ttft_slo_s), kind, job.arrival)
         begun_s = job.answering_s if job.phase is Phase.ANSWERING else job.arrived_s + self._ttft_slo_s
         read_s = self._pace_s * (job.phase_tokens - job.phase_tokens % RANK_TOKENS)
         return (_whole_us(begun_s + read_s), DECODING, job.arrival)
@@ -126,6 +157,14 @@ class EarliestDue(IntraPolicy):
         """Return whether the victim decodes and is due more than the lead later; prompts are not
         preempted."""
         return victim[1] == DECODING and victim[0] > rank[0] + self._lead_us
+
+    def keeps_back(self, rank: Rank, intervals: TokenIntervals) -> bool:
+        """Return whether tokens come further apart than a prompt with this rank may make them."""
+        if rank[1] == DECODING or self._tpot_slo_s < _ATTAINABLE * intervals.shortest_s:
+            return False
+        # Once its turn has come, a late prompt is as any other.
+        late = rank[1] == LATE_PROMPT and rank[0] > _whole_us(intervals.now_s + self._ttft_slo_s)
+        return intervals.mean_s > (self._late_interval_s if late else self._interval_s)
 
     def rank_holds(self, job: JobView) -> int:
         """Return the tokens to the next multiple of RANK_TOKENS."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
-from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError
 from tailrace.plugins import describe_error
 
@@ -73,6 +73,7 @@ class GuardedOrder(IntraPolicy):
         self._late_in_a_row = 0
         try:
             self.preemptive = _flag("preemptive", order.preemptive)
+            self.may_keep_back = _flag("may_keep_back", order.may_keep_back)
             self.receives_on_host = _flag("receives_on_host", order.receives_on_host)
             self.watermark = _share("watermark", order.watermark, 1.0)
             self.pass_over = _share("pass_over", order.pass_over, _PASS_OVER_MAX)
@@ -101,6 +102,10 @@ class GuardedOrder(IntraPolicy):
     def level(self, rank: Rank) -> Rank:
         """See IntraPolicy."""
         return self._ask("level", lambda: self._order.level(rank), _is_numbers, ())
+
+    def keeps_back(self, rank: Rank, intervals: TokenIntervals) -> bool:
+        """See IntraPolicy."""
+        return self._ask("keeps_back", lambda: self._order.keeps_back(rank, intervals), _is_bool, False)
 
     def demoted(self, job: JobView) -> bool:
         """See IntraPolicy."""
@@ -146,7 +151,7 @@ class GuardedOrder(IntraPolicy):
 
     def _fail(self, mistake: str, default: T) -> T:
         self.mistake = mistake
-        self.preemptive = self.receives_on_host = False
+        self.preemptive = self.may_keep_back = self.receives_on_host = False
         self._on_mistake(f"order {self._name} at {mistake}")
         return default
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
-from tailrace.intra.base import JobView
+from tailrace.intra.base import JobView, TokenIntervals
 from tailrace.intra.earliest_due import LATE_S, LEAD_S, RANK_TOKENS, EarliestDue, due_s
 
 TTFT_S, PACE_S = 2.0, 0.1
@@ -82,6 +82,48 @@ def test_allocation_equals_a_direct_implementation(
         preempted += [victim.name for victim in victims]
         admitted.append(claim.name)
     assert (grants.preempt, grants.admit) == (preempted, admitted)
+
+
+# Above 60 ms no prompt is admitted, above 37.8 ms none that is late.
+LIMITED = EarliestDue(ttft_slo_s=TTFT_S, tpot_slo_s=0.08, tpot_limit=0.75, watermark=0.0)
+
+
+def admitted(
+    mean_s: float, *waiting: JobView, policy: EarliestDue = LIMITED, least_s: float = 0.01
+) -> list[int]:
+    """Return the arrivals that are admitted at 100 s beside requests with that mean time between tokens."""
+    claims = [
+        Claim(policy.rank(job), job.arrival, 1, 0 if job.output_tokens else job.prompt_tokens)
+        for job in sorted(waiting, key=policy.rank)
+    ]
+    intervals = TokenIntervals(100.0, mean_s, least_s)
+    grants: Grants[int] = allocate(policy, list, claims, Room(1_000, 1_000, 64, 1 << 20, intervals))
+    assert grants.kept_back == (len(grants.admit) < len(claims))
+    return grants.admit
+
+
+def test_prompts_wait_while_tokens_come_too_far_apart() -> None:
+    timely, late = prompt(0, 99.0), prompt(1, 90.0, lapsed=True)
+    assert LIMITED.may_keep_back and not POLICY.may_keep_back
+    assert admitted(0.037, timely, late) == [0, 1]
+    assert admitted(0.039, timely, late) == [0]
+    assert admitted(0.061, timely, late) == []
+
+
+def test_late_prompts_wait_no_longer_than_until_their_turn() -> None:
+    turn_has_come = prompt(1, 100.0 - LATE_S - 0.01, lapsed=True)
+    assert admitted(0.059, turn_has_come) == [1]
+    assert admitted(0.059, replace(turn_has_come, arrived_s=100.0 - LATE_S + 0.01)) == []
+    assert admitted(0.061, turn_has_come) == []
+
+
+def test_what_has_tokens_does_not_wait_for_others_to_be_faster() -> None:
+    assert admitted(1.0, answer(0, 99.0, 10), reasoning(1, 99.0, 10)) == [0, 1]
+
+
+def test_prompts_do_not_wait_where_no_batch_keeps_the_slo() -> None:
+    assert admitted(1.0, prompt(0, 99.0), least_s=0.06) == [0]
+    assert admitted(1.0, prompt(0, 99.0), least_s=0.05) == []
 
 
 @given(st.integers(1, 900), st.integers(1, 900), st.floats(0.0, 60.0), st.floats(0.0, 60.0), st.booleans())

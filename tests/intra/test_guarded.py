@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.cluster import Phase
-from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
 from tailrace.intra.guarded import LATE_IN_A_ROW, Asked, GuardedOrder, guarded, log_mistake, order_asked
 from tailrace.intra.orders import Fcfs
 from tailrace.intra.registry import UnknownIntraError
@@ -26,6 +26,7 @@ POINTS: dict[str, tuple[tuple[Any, ...], object]] = {
     "takes_from": (((1, 7), (2, 8)), False),
     "level": (((1, 7),), ()),
     "demoted": ((JOB,), False),
+    "keeps_back": (((1, 7), TokenIntervals(1.0, 0.1, 0.01)), False),
     "prefill_budget": ((100, 3), 97),
 }
 
@@ -99,7 +100,7 @@ def check(order: GuardedOrder, point: str) -> None:
     arguments, default = POINTS[point]
     assert getattr(order, point)(*arguments) == default
     assert order.mistake.startswith(f"{point}: ")
-    assert not order.preemptive and not order.receives_on_host
+    assert not order.preemptive and not order.receives_on_host and not order.may_keep_back
     for other, (those, said) in POINTS.items():
         assert getattr(order, other)(*those) == said
 
@@ -155,6 +156,7 @@ def test_late_answers_in_a_row_are_a_mistake(monkeypatch: pytest.MonkeyPatch) ->
         ("pass_over", math.nan),
         ("preemptive", 1),
         ("receives_on_host", None),
+        ("may_keep_back", 0),
         ("watermark", property(raising(SystemExit(1)))),
     ],
 )

@@ -25,7 +25,7 @@ from tailrace.cluster import (
     RequestView,
 )
 from tailrace.handover import TRANSFERS
-from tailrace.intra.earliest_due import PREFILLS, EarliestDue, due_s, nominal_s
+from tailrace.intra.earliest_due import LATE_S, PREFILLS, EarliestDue, due_s, nominal_s
 from tailrace.intra.registry import make_intra
 from tailrace.perf.horizon import HORIZON
 from tailrace.perf.measured import Measured
@@ -58,7 +58,7 @@ views = fleets() | clusters()
 
 def offers_of(view: ClusterView, costs: Costs = COSTS) -> Offers:
     offers = Offers(costs)
-    offers.update(view)
+    offers.update(view, 0.0)
     return offers
 
 
@@ -274,7 +274,7 @@ def test_the_cost_of_an_arrival_follows_the_formula(
         # Instances without a new report are the same objects as before.
         kept = {name: known.get(name, new) if n % 2 else new for name, new in view.instances.items()}
         view = cluster(*kept.values())
-        offers.update(view)
+        offers.update(view, 0.0)
         tokens = {name: int(share * prompt * (at % 2)) for at, name in enumerate(view.instances)}
         cached = {name: CachedTokens(held, held) for name, held in tokens.items() if held}
         expected = expected_arrival_s(COSTS, view, prompt, tokens)
@@ -436,6 +436,25 @@ def test_of_a_long_queue_the_last_prompts_are_served_after_any_arrival() -> None
     ahead = queues.ahead(1e6, 0.0)
     assert ahead.behind[0] == 50
     assert ahead.tokens[0] == sum(10 + n for n in range(DEEPEST))
+
+
+def test_a_late_prompt_is_waited_for_once_its_turn_has_come() -> None:
+    queues, own_s = QueueColumns(1), nominal_s(1_000, 1_000_000)
+    queues.set(0, [(100.0, 1_000), (101.0, 500)], 1_500, NOMINAL, late_before_s=101.0)
+    assert queues.ahead(own_s, 102.0).tokens[0] == 500
+    assert queues.ahead(own_s, 100.0 + LATE_S).tokens[0] == 1_500
+
+
+def test_only_where_tokens_come_too_far_apart_an_arrival_passes_late_prompts() -> None:
+    late = tuple(request(f"q{n}", "w0", 4_000, 0, Phase.PREFILL) for n in range(4))
+    view = cluster(instance("w0", late, token_interval_s=0.11))
+
+    def cost_s(late_interval_s: float) -> float:
+        offers = Offers(dataclasses.replace(COSTS, late_interval_s=late_interval_s))
+        offers.update(view, 20.0)
+        return float(offers.arrival_s(Arrival("new", 1_000, 0), 0.0, 20.0)[0])
+
+    assert cost_s(0.1) < cost_s(0.12) == cost_s(inf)
 
 
 def test_the_computed_part_of_a_prompt_is_not_waited_for() -> None:

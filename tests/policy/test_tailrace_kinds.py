@@ -37,7 +37,7 @@ def of_kinds(view: ClusterView, kind: Callable[[int], Measured | None]) -> Clust
 
 def offers_of(view: ClusterView, tpot_slo_s: float) -> Offers:
     offers = Offers(Costs(StepModel.of_profile(None), tpot_slo_s))
-    offers.update(view)
+    offers.update(view, 0.0)
     return offers
 
 
@@ -156,8 +156,8 @@ def test_a_new_kind_in_the_fleet_counts_for_all() -> None:
     """Offers kept from before would compare with a step that is no longer the shortest."""
     slow = [answering(f"slow{n}", 3 * n, SLOW) for n in range(3)]
     offers = Offers(Costs(StepModel.of_profile(None), 0.05))
-    offers.update(cluster(*slow, answering("z", 2, SLOW)))
+    offers.update(cluster(*slow, answering("z", 2, SLOW)), 0.0)
     alone = offers.offer.answering.tolist()
     view = cluster(*slow, answering("z", 2, FAST))
-    offers.update(view)
+    offers.update(view, 0.0)
     assert offers.offer.answering.tolist() == offers_of(view, 0.05).offer.answering.tolist() != alone

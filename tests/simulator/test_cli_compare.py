@@ -229,7 +229,7 @@ def test_orders_are_crossed_and_told(folder: Path) -> None:
     )
     result = run_cli_ok(*crossed)
     told = [line for line in result.stdout.splitlines() if ": order " in line]
-    placement, order = "placement (TTFT, TPOT)", "order (TTFT, pace)"
+    placement, order = "placement (TTFT, TPOT)", "order (TTFT, TPOT, pace)"
     assert told == [
         "least_loaded+vllm: order vllm; no SLO known",
         f"least_loaded+earliest_due: order earliest_due; SLOs known to {order}",

@@ -35,3 +35,15 @@ def test_old_intervals_are_dropped() -> None:
     intervals.add(12.6, 2.0)
     assert intervals.mean_and_p99_ms(12.7)[0] == pytest.approx(2.0)
     assert intervals.mean_and_p99_ms(99.0) == (0.0, 0.0)
+
+
+def test_a_batch_order_is_told_the_mean_and_that_of_the_fastest_second() -> None:
+    intervals = RecentIntervals()
+    intervals.add(10.0, 8.0, 31)
+    intervals.add(11.5, 20.0, 40)
+    assert intervals.summary(11.6, 1e9) is None, "a second with few intervals could be an accident"
+    intervals.add(13.0, 40.0, 60)
+    told = intervals.summary(13.1, 1e9)
+    assert told is not None and told.now_s == 1e9
+    assert (told.mean_s, told.shortest_s) == pytest.approx(((40 * 0.02 + 60 * 0.04) / 100, 0.02))
+    assert intervals.summary(99.0, 1e9) is None

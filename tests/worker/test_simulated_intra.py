@@ -7,6 +7,7 @@ import pytest
 
 from tailrace.intra import registry
 from tailrace.intra.registry import intra_names
+from tailrace.slo import Slo
 from tests.worker.orders import ByLength, Mistaken, Stingy
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from worker_agent.engine.base import Exported, ExportedPause
@@ -195,6 +196,27 @@ def test_prompt_overtakes_one_that_has_begun() -> None:
     assert engine.stats().prefill_backlog_tokens == 63 - 2 * chunk - (chunk - 12)
     fleet.clock.drain()
     assert len(long.tokens) == 2
+
+
+def test_prompt_waits_while_tokens_come_too_far_apart() -> None:
+    fleet = Fleet(msgspec.structs.replace(SMALL, kv_blocks=1000, max_model_len=4_000))
+    engine = fleet.engines[0]
+    long = fleet.submit(0, PROMPT, max_tokens=2_000, ignore_eos=True)
+    while len(long.tokens) < 1_000:
+        assert fleet.clock.advance(1)
+    mean_s = engine.stats().token_interval_ms_mean / 1e3
+
+    def limit(interval_s: float) -> None:
+        engine.set_intra("earliest_due", {"tpot_limit": 0.1}, Slo(ttft_s=1e6, tpot_s=10.0 * interval_s))
+
+    limit(0.9 * mean_s)
+    short = fleet.submit(0, PROMPT[:20], max_tokens=5)
+    while len(long.tokens) < 1_500:
+        assert fleet.clock.advance(1) and not short.tokens
+    limit(1.1 * mean_s)
+    while short.live:
+        assert fleet.clock.advance(1) and long.live
+    fleet.clock.drain()
 
 
 def test_recomputation_yields_no_token_before_its_end() -> None:

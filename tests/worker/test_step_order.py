@@ -16,9 +16,11 @@ from simulator.events import EventQueue
 from simulator.instance import Instance
 from simulator.job import Job, JobState
 from simulator.request import SimRequest
+from simulator.steptime import StepTime
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
-from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
+from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, make_intra
@@ -118,7 +120,9 @@ def rank_of(policy: IntraPolicy, member: Member) -> Rank:
     return turn.rank
 
 
-def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> StepOrder[Member]:
+def order_for(
+    policy: IntraPolicy, exempt: frozenset[int] = frozenset(), intervals: TokenIntervals | None = None
+) -> StepOrder[Member]:
     return StepOrder(
         policy,
         BLOCK,
@@ -128,6 +132,7 @@ def order_for(policy: IntraPolicy, exempt: frozenset[int] = frozenset()) -> Step
         lambda member: member.facts.place == "swapped",
         lambda member: member.facts.arrival in exempt,
         view,
+        lambda: intervals,
     )
 
 
@@ -138,8 +143,9 @@ def worker_plan(
     slots: int,
     exempt: frozenset[int] = frozenset(),
     entering: int = 0,
+    interval_s: float = 0.0,
 ) -> StepPlan[Member]:
-    """Return the worker's decisions."""
+    """Return the worker's decisions, if tokens come `interval_s` apart."""
     members = [Member(each) for each in state]
     running = [m for m in members if m.facts.place in ("decoding", "prefilling")]
     waiting = sorted(
@@ -149,7 +155,8 @@ def worker_plan(
     prompts = [m for m in running if m.facts.place == "prefilling"]
     promised = sum(m.facts.blocks - -(-m.num_computed_tokens // BLOCK) for m in prompts)
     device = Device(total, total - held, promised, slots - len(running), entering, STEP_TOKENS)
-    return order_for(policy, exempt).plan(running, waiting, device)
+    intervals = TokenIntervals(0.0, interval_s, StepTime(PROFILE, None).shortest_s) if interval_s else None
+    return order_for(policy, exempt, intervals).plan(running, waiting, device)
 
 
 def computed(plan: StepPlan[Member]) -> dict[int, int]:
@@ -164,7 +171,12 @@ def computed(plan: StepPlan[Member]) -> dict[int, int]:
 
 
 def simulator_grants(
-    policy: IntraPolicy, state: list[Facts], total: int, slots: int, monkeypatch: pytest.MonkeyPatch
+    policy: IntraPolicy,
+    state: list[Facts],
+    total: int,
+    slots: int,
+    interval_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Grants[Job]:
     """Return the simulator's decisions, as its instance makes them at a step boundary."""
     spec = InstanceSpec(
@@ -206,6 +218,7 @@ def simulator_grants(
 
     with monkeypatch.context() as patch:
         patch.setattr(simulator.instance, "allocate", record)
+        patch.setattr(instance, "token_interval_s", lambda now: interval_s)
         instance._allocate(0.0)
     return recorded[0]
 
@@ -219,7 +232,11 @@ class IgnoringListener:
     prefill_done = reasoning_ended = stage_outgrown = finished = preempted = hear
 
 
-ORDERS = {**{name: make() for name, make in INTRA_POLICIES.items()}, **INTRA}
+ORDERS = {
+    **{name: make() for name, make in INTRA_POLICIES.items()},
+    **INTRA,
+    "limited": EarliestDue(tpot_limit=0.5, tpot_slo_s=0.1),
+}
 
 
 @pytest.mark.parametrize("name", sorted(ORDERS))
@@ -227,13 +244,13 @@ def test_worker_decides_as_the_simulator(name: str, monkeypatch: pytest.MonkeyPa
     policy = ORDERS[name]
 
     @settings(max_examples=150, deadline=None)
-    @given(facts(), st.integers(-6, 40), st.integers(-1, 3))
-    def check(state: list[Facts], spare: int, slots: int) -> None:
+    @given(facts(), st.integers(-6, 40), st.integers(-1, 3), st.sampled_from([0.0, 0.04, 0.06]))
+    def check(state: list[Facts], spare: int, slots: int, interval_s: float) -> None:
         running = [each for each in state if each.place in ("decoding", "prefilling")]
         total = max(1, sum(each.blocks for each in running) + spare)
         places = max(1, len(running) + slots)
-        plan = worker_plan(policy, state, total, places)
-        grants = simulator_grants(policy, state, total, places, monkeypatch)
+        plan = worker_plan(policy, state, total, places, interval_s=interval_s)
+        grants = simulator_grants(policy, state, total, places, interval_s, monkeypatch)
         assert [m.facts.arrival for m in plan.preempt] == [job.order for job in grants.preempt]
         # Swapped requests first, each kind in order of admission.
         admitted = [job.order for job in grants.admit]

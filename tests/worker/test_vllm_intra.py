@@ -82,7 +82,7 @@ async def nothing_left(engine: VllmEngine, front: Front) -> AsyncIterator[None]:
 
 async def serve_by(engine: VllmEngine, policy: IntraPolicy | None) -> None:
     """Use this policy, with its own parameters."""
-    await engine._run(lambda parts: use_policy(policy, parts.core, parts.table))
+    await engine._run(lambda parts: use_policy(policy, parts))
 
 
 def submit_together(engine: VllmEngine, front: Front, streams: list[Stream]) -> None:
@@ -189,6 +189,20 @@ async def test_prompt_that_missed_its_slo_is_ordered_last(engine: VllmEngine, fr
     fresh = [front.stream(ANSWERING, params(max_tokens=5)) for _ in range(SEATS)]
     submit_together(engine, front, [late, *fresh])
     assert (await order_of_completion(front, [*answers, late, *fresh]))[-1] == SEATS
+
+
+async def test_prompt_waits_while_tokens_come_too_far_apart(engine: VllmEngine, front: Front) -> None:
+    order = EarliestDue(ttft_slo_s=1e6, tpot_slo_s=1_000.0, tpot_limit=1e-8)
+    await serve_by(engine, order)
+    recent = engine._parts.writer.intervals
+    # An engine learns within a second how fast it is at most.
+    while recent.summary(time.monotonic(), time.time()) is None:
+        await front.run(engine, ANSWERING, params(max_tokens=100))
+    streams = [front.stream(ANSWERING, params(max_tokens=length)) for length in (300, 5)]
+    front.submit(engine, streams[0])
+    await front.until_tokens(streams[0], 10)
+    front.submit(engine, streams[1])
+    assert await order_of_completion(front, streams) == [0, 1]
 
 
 async def test_decodes_precede_prompts(engine: VllmEngine, front: Front) -> None:

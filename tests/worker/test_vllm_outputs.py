@@ -174,6 +174,19 @@ def test_prompts_are_counted_with_their_first_token() -> None:
     assert (writer.prompt_tokens, writer.cached_prompt_tokens, writer.loaded_prompt_tokens) == (9, 4, 3)
 
 
+def test_each_token_of_a_step_counts_with_its_share_of_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import EngineCoreOutput
+
+    table, writer = tables()
+    entries = [add(table, handle) for handle in (1, 2)]
+    for now_s, tokens in ((100.0, 1), (100.06, 3)):
+        monkeypatch.setattr("worker_agent.engine.vllm.outputs.time.monotonic", lambda now_s=now_s: now_s)
+        writer.step(message(EngineCoreOutput("r1", [3] * tokens), EngineCoreOutput("r2", [3])))
+    # Three tokens 20 ms apart and one after 60 ms.
+    assert writer.intervals.mean_and_p99_ms(100.1)[0] == pytest.approx(30.0)
+    assert [entry.pace.interval_ms for entry in entries] == pytest.approx([20.0, 60.0])
+
+
 def test_output_of_a_request_that_is_not_in_the_table_is_an_error() -> None:
     from vllm.v1.engine import EngineCoreOutput
 

@@ -299,7 +299,7 @@ async def test_aborted_request_frees_its_host_memory(engine: VllmEngine, front: 
 async def test_small_request_passes_a_larger_one_only_if_the_order_allows_it(
     engine: VllmEngine, front: Front, pass_over: float
 ) -> None:
-    await engine._run(lambda parts: use_policy(Fcfs(pass_over=pass_over), parts.core, parts.table))
+    await engine._run(lambda parts: use_policy(Fcfs(pass_over=pass_over), parts))
     # Half of the device for longer than the small one runs, all of it, and a quarter.
     running = front.stream(ANSWERING, params(max_tokens=BLOCK * 5 - len(ANSWERING)))
     front.submit(engine, running)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from tailrace.intra.allocate import Claim, Room, allocate
-from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
 from worker_agent.engine.turns import Turn
 
 
@@ -83,6 +83,7 @@ class StepOrder(Generic[M]):
         swapped: Callable[[M], bool],
         exempt: Callable[[M], bool],
         view: Callable[[M], JobView],
+        intervals: Callable[[], TokenIntervals | None],
     ) -> None:
         """`held_blocks` returns the number of a running request's blocks, `swapped` whether its KV is in host
         memory, and `exempt` whether it is running and must not be preempted."""
@@ -94,6 +95,7 @@ class StepOrder(Generic[M]):
         self._swapped = swapped
         self._exempt = exempt
         self._view = view
+        self._intervals = intervals
 
     def lapses_s(self, member: M) -> float | None:
         """Return when a waiting request's rank changes by itself, in seconds since the epoch; None: never."""
@@ -116,6 +118,7 @@ class StepOrder(Generic[M]):
             device.free_blocks - device.promised_blocks - growth,
             device.free_slots,
             self.policy.prefill_budget(device.step_tokens, len(decoding) + device.entering),
+            self._intervals() if decoding and self.policy.may_keep_back else None,
         )
         grants = allocate(
             self.policy,

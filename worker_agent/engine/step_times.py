@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+from tailrace.intra.base import TokenIntervals
 
 # Steps of at least this many tokens compute prompts; below, a step's duration hardly depends on their number.
 LARGE_TOKENS: Final = 128
@@ -76,6 +79,10 @@ class _Window:
     total_ms: float = 0.0
 
 
+# Intervals of a second before its mean counts as that of a batch.
+_SHORTEST_TOKENS: Final = 32
+
+
 class RecentIntervals:
     """Mean and P99 over the last one to two seconds: the current second and the previous one.
 
@@ -86,6 +93,8 @@ class RecentIntervals:
         self._current = _Window()
         self._previous = _Window()
         self._until_s = 0.0
+        # The smallest mean of a second, in milliseconds.
+        self._shortest_ms = math.inf
 
     def add(self, now_s: float, interval_ms: float, tokens: int = 1) -> None:
         """Add `tokens` intervals of `interval_ms` (above 0) that end now."""
@@ -100,11 +109,10 @@ class RecentIntervals:
 
     def mean_and_p99_ms(self, now_s: float) -> tuple[float, float]:
         """Return mean and P99 over the window, zeros if it is empty. P99 is the upper end of its bucket."""
-        windows = [w for w, end_s in self._windows() if now_s < end_s + _WINDOW_S]
-        count = sum(window.count for window in windows)
+        windows = self._windows(now_s)
+        count, mean_ms = _count_and_mean_ms(windows)
         if count == 0:
             return 0.0, 0.0
-        mean_ms = sum(window.total_ms for window in windows) / count
         above = count - math.ceil(count * 0.99)
         for bucket in sorted({b for w in windows for b in w.buckets.copy()}, reverse=True):
             above -= sum(window.buckets.get(bucket, 0) for window in windows)
@@ -112,12 +120,28 @@ class RecentIntervals:
                 return mean_ms, float(2 ** ((bucket + _LOWEST + 1) / _PER_OCTAVE))
         return mean_ms, mean_ms
 
+    def summary(self, now_s: float, epoch_s: float) -> TokenIntervals | None:
+        """Return what a batch order is told, at `epoch_s` of its clock; None if the window is empty,
+        or no second so far had enough intervals."""
+        _, mean_ms = _count_and_mean_ms(self._windows(now_s))
+        if not mean_ms or self._shortest_ms == math.inf:
+            return None
+        return TokenIntervals(epoch_s, mean_ms / 1e3, self._shortest_ms / 1e3)
+
     def _rotate(self, now_s: float) -> None:
+        if self._current.count >= _SHORTEST_TOKENS:
+            self._shortest_ms = min(self._shortest_ms, self._current.total_ms / self._current.count)
         recent = now_s < self._until_s + _WINDOW_S
         self._previous = self._current if recent else _Window()
         self._current = _Window()
         self._until_s = now_s + _WINDOW_S
 
-    def _windows(self) -> list[tuple[_Window, float]]:
-        """Return both windows, each with its end."""
-        return [(self._previous, self._until_s - _WINDOW_S), (self._current, self._until_s)]
+    def _windows(self, now_s: float) -> list[_Window]:
+        """Return those of both windows that are recent."""
+        both = [(self._previous, self._until_s - _WINDOW_S), (self._current, self._until_s)]
+        return [window for window, end_s in both if now_s < end_s + _WINDOW_S]
+
+
+def _count_and_mean_ms(windows: Sequence[_Window]) -> tuple[int, float]:
+    count = sum(window.count for window in windows)
+    return count, sum(window.total_ms for window in windows) / count if count else 0.0

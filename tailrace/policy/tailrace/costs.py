@@ -37,6 +37,7 @@ class Costs:
     - `nominal`: step times of instances that have not been measured.
     - `tpot_slo_s`, `ttft_slo_s`: the SLOs against which the delay of requests that answer, and of those that
       reason, is weighted.
+    - `late_interval_s`: see `tailrace.intra.earliest_due`.
     - `expected_tokens`: expected output of an arrival. 256 is near the mean of ShareGPT's answers, as in
       CascadeInfer's QoE model here.
     - `patience_s`: a wait for the first token counts double once it reaches this time plus the longest that
@@ -49,6 +50,7 @@ class Costs:
     nominal: StepModel
     tpot_slo_s: float
     ttft_slo_s: float = DEFAULT_TTFT_S
+    late_interval_s: float = math.inf
     expected_tokens: float = 256.0
     patience_s: float = 0.5
     open_s: float = 0.01
@@ -183,7 +185,7 @@ class Offers:
         """Return what some instances offer, each number as [instances, 1]."""
         return Offer(*self._offers[:, positions, np.newaxis])
 
-    def update(self, view: ClusterView) -> None:
+    def update(self, view: ClusterView, now: float) -> None:
         """Use the instances of this view, and compute the offers of those that changed again."""
         changed = self._seen.changed(view)
         self._seen.replace(view, changed)
@@ -200,7 +202,10 @@ class Offers:
             instance, steps = views[n], self._models[n]
             backlog = instance.prefill_backlog_tokens
             prompts = table_of(instance.requests).prompts() if backlog else ()
-            self._queues.set(n, prompts, backlog, steps)
+            # Late prompts of an instance that keeps them back let an arrival pass.
+            keeps_back = instance.token_interval_s > self.costs.late_interval_s
+            late_before_s = now - self.costs.ttft_slo_s if keeps_back else -math.inf
+            self._queues.set(n, prompts, backlog, steps, late_before_s)
             self._offers[:, n] = offer_of(self.costs, instance, prompts, steps, self._shortest_s)
 
     def usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats | float:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tailrace.actions import Action, Place, Placement
 from tailrace.cluster import Arrival, ClusterView
+from tailrace.intra.earliest_due import TPOT_LIMIT, late_interval_s
 from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE
@@ -48,6 +49,7 @@ class Tailrace(Policy):
         minimum=0.0,
     )
     copy_ahead: bool = COPY_AHEAD
+    tpot_limit: float = TPOT_LIMIT
     tick_interval_s: float = parameter(
         1.0, "period of rebalancing", unit="s", source="ARES, Algorithm 1, line 3", minimum=0.01
     )
@@ -63,7 +65,8 @@ class Tailrace(Policy):
         **parameters: Value,
     ) -> None:
         super().__init__(**parameters)
-        self.costs = Costs(StepModel.of_profile(profile), tpot_slo_s, ttft_slo_s)
+        late_interval = late_interval_s(self.tpot_limit, tpot_slo_s)
+        self.costs = Costs(StepModel.of_profile(profile), tpot_slo_s, ttft_slo_s, late_interval)
         self.offers = PerInstances(lambda: Offers(self.costs))
         self.copies = Copies(self.costs, self.pull_margin) if self.copy_ahead else None
         self.prefixes_period_s = PERIOD_S if self.copy_ahead else None
@@ -71,7 +74,7 @@ class Tailrace(Policy):
     def place(self, view: ClusterView, arrival: Arrival, now: float) -> Placement:
         """Place the arrival where it costs least; pull its prefix there if that pays."""
         offers = self.offers.of(view)
-        offers.update(view)
+        offers.update(view, now)
         cached = offers.usable_tokens(arrival.cached)
         costs_s = offers.arrival_s(arrival, cached, now)
         if costs_s.min(initial=np.inf) == np.inf:
@@ -84,7 +87,7 @@ class Tailrace(Policy):
     def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
         """Rebalance, and copy hot prefixes."""
         offers = self.offers.of(view)
-        offers.update(view)
+        offers.update(view, now)
         prices_s = offers.prices_s()
         actions: list[Action] = [*rebalance(offers, view, prices_s, self.margin)]
         if self.copies is not None:

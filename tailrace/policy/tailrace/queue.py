@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from tailrace.intra.earliest_due import PREFILLS, STRETCH, due_after_s, nominal_s
+from tailrace.intra.earliest_due import LATE_S, PREFILLS, STRETCH, due_after_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel
 from tailrace.policy.requests import Prompt
 
@@ -46,9 +47,17 @@ class QueueColumns:
         self.prompts = 0
         self._positions = np.arange(instances)
 
-    def set(self, position: int, prompts: Sequence[Prompt], backlog_tokens: int, steps: StepModel) -> None:
+    def set(
+        self,
+        position: int,
+        prompts: Sequence[Prompt],
+        backlog_tokens: int,
+        steps: StepModel,
+        late_before_s: float = -math.inf,
+    ) -> None:
         """Set the queue of an instance with these step times. `backlog_tokens` of the prompts are not
-        computed yet; a larger backlog includes prompts that are not listed.
+        computed yet; a larger backlog includes prompts that are not listed. Those that arrived before
+        `late_before_s` are late, and wait for others.
 
         Each prompt's due time assumes that it arrived behind the earlier prompts that are still here; those
         served since are unknown.
@@ -63,7 +72,10 @@ class QueueColumns:
         queue: list[tuple[float, int]] = []
         for arrived_s, length in sorted(prompts):
             own_s = nominal_s(length, length * length)
-            queue.append((arrived_s + due_after_s(own_s, queued_s), length))
+            due_s = arrived_s + due_after_s(own_s, queued_s)
+            if arrived_s < late_before_s:
+                due_s = max(due_s, arrived_s + LATE_S)
+            queue.append((due_s, length))
             queued_s += own_s
         queue.sort()
         computed = left = max(0, sum(length for _, length in queue) - backlog_tokens)

@@ -105,6 +105,7 @@ class SimulatedEngine:
             settings.max_num_seqs,
             settings.max_num_batched_tokens,
             _host_memory(settings, profile),
+            lambda: self._intervals.summary(self._live_clock().time(), time.time()),
             settings.prefix_caching,
         )
         self._table = SimulatedRequests()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tailrace.intra.base import IntraPolicy, Rank
+from tailrace.intra.base import IntraPolicy, Rank, TokenIntervals
 from tailrace.profiles import Profile, SwapModel
 from worker_agent.engine.host_ledger import HostLedger
 from worker_agent.engine.simulated.kv import BlockPool
@@ -55,9 +55,11 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         host: HostMemory,
+        intervals: Callable[[], TokenIntervals | None],
         prefix_caching: bool = False,
     ) -> None:
-        """`prefix_caching`: blocks returned to the pool keep their KV by name."""
+        """`intervals` returns those of the requests that decode. `prefix_caching`: blocks returned to the
+        pool keep their KV by name."""
         self.pool = pool
         self.prefix_caching = prefix_caching
         self.host = host.ledger
@@ -74,6 +76,7 @@ class Scheduler:
         self._profile = profile
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
+        self._intervals = intervals
         self._swap = host.swap
         # Time that the step being planned waits for copies to and from host memory.
         self._swap_ms = 0.0
@@ -99,6 +102,7 @@ class Scheduler:
             self.on_host,
             lambda request: request.exporting,
             lambda request: request.view,
+            self._intervals,
         )
         order = self._order
         self.waiting = RankedRequests(order.rank, order.lapses_s, order.lapse, waiting)

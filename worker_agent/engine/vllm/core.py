@@ -16,7 +16,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tailrace.intra.base import IntraPolicy, JobView, Rank
+from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
 from worker_agent.engine.base import Frames, StepColumns
 from worker_agent.engine.errors import EngineSettingError
 from worker_agent.engine.step_order import StepOrder
@@ -262,13 +262,15 @@ class EngineThread:
             self._inbox.get()()
 
 
-def use_policy(policy: IntraPolicy | None, core: LoadedCore, table: VllmRequests) -> None:
+def use_policy(policy: IntraPolicy | None, parts: EngineParts) -> None:
     """Order requests by this policy, or as vLLM does if None. Engine thread, between two steps."""
-    core.intra = policy
-    core.scheduler.use_order(None if policy is None else _step_order(policy, core, table))
+    parts.core.intra = policy
+    parts.core.scheduler.use_order(None if policy is None else _step_order(policy, parts))
 
 
-def _step_order(policy: IntraPolicy, core: LoadedCore, table: VllmRequests) -> StepOrder[Request]:
+def _step_order(policy: IntraPolicy, parts: EngineParts) -> StepOrder[Request]:
+    core, table, recent = parts.core, parts.table, parts.writer.intervals
+
     def entry_of(request: Request) -> VllmRequest:
         entry = table.get(request.request_id)
         # Between commands, the table has every request that the scheduler has.
@@ -299,7 +301,10 @@ def _step_order(policy: IntraPolicy, core: LoadedCore, table: VllmRequests) -> S
     def view(request: Request) -> JobView:
         return entry_of(request).view
 
-    return StepOrder(policy, core.block_tokens, rank, turn_of, held_blocks, swapped, exempt, view)
+    def intervals() -> TokenIntervals | None:
+        return recent.summary(time.monotonic(), time.time())
+
+    return StepOrder(policy, core.block_tokens, rank, turn_of, held_blocks, swapped, exempt, view, intervals)
 
 
 # Accepted but not executed: adapters are evicted as needed, because each API server has its own numbering.

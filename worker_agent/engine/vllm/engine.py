@@ -200,7 +200,7 @@ class VllmEngine:
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
         policy = guarded(name, make_intra(name, parameters, slo), log_mistake)
-        self._thread.post(lambda: use_policy(policy, self._parts.core, self._parts.table))
+        self._thread.post(lambda: use_policy(policy, self._parts))
 
     def stats(self) -> EngineStats:
         parts = self._parts

@@ -96,11 +96,11 @@ class OutputWriter:
                 flags = entry.phases.advance(tokens)
                 if flags & _REASONING_ENDED:
                     entry.turn.start_answering(time.time())
-                interval_ms = entry.pace.token(now_s)
+                interval_ms = entry.pace.add(now_s, count)
                 if interval_ms != shared_ms:
                     self._count(now_s, shared_ms, sharing)
                     shared_ms, sharing = interval_ms, 0
-                sharing += 1
+                sharing += count
             if output.prefill_stats is not None:
                 self._count_prompt(output.prefill_stats)
             if output.finish_reason is not None:
@@ -124,10 +124,10 @@ class OutputWriter:
         self.cached_prompt_tokens += stats.num_cached_tokens
         self.loaded_prompt_tokens += stats.num_external_cached_tokens
 
-    def _count(self, now_s: float, interval_ms: float, requests: int) -> None:
-        """Count an interval for this many requests; 0 means that it was their first token here."""
-        if interval_ms and requests:
-            self.intervals.add(now_s, interval_ms, requests)
+    def _count(self, now_s: float, interval_ms: float, tokens: int) -> None:
+        """Count an interval for this many tokens; 0 means that they were their requests' first here."""
+        if interval_ms and tokens:
+            self.intervals.add(now_s, interval_ms, tokens)
 
     def _encode(self, message: EngineCoreOutputs) -> list[bytes]:
         return [bytes(frame) for frame in self._encoder.encode(message)]

@@ -33,13 +33,13 @@ class Pace:
         self.interval_ms = interval_ms
         self._last_s = 0.0
 
-    def token(self, now_s: float) -> float:
-        """Record a token at `now_s` (monotonic) and return the milliseconds since the last one; 0 for the
-        first one here."""
+    def add(self, now_s: float, tokens: int) -> float:
+        """Record tokens of one step at `now_s` (monotonic). Return the milliseconds since the last ones, per
+        token; 0 for the first ones here."""
         last_s, self._last_s = self._last_s, now_s
         if last_s == 0.0:
             return 0.0
-        interval_ms = (now_s - last_s) * 1000
+        interval_ms = (now_s - last_s) * 1000 / tokens
         if self.interval_ms == 0.0:
             self.interval_ms = interval_ms
         else:
