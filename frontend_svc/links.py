@@ -355,6 +355,9 @@ class Link:
         if message.HasField("goodbye"):
             goodbye = message.goodbye
             cause = LossCause.ENGINE_FAILED if goodbye.engine_failed else LossCause.STOPPED
+            if cause is LossCause.STOPPED:
+                # Also if it was given up for its silence: that its process ends now is no crash.
+                self._worker_hello = None
             raise _LinkEnded(goodbye.reason or cause.value, cause)
         if not self._attached:
             assert self._worker_hello is not None

@@ -7,6 +7,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -26,8 +27,11 @@ log = logging.getLogger(__name__)
 # Instead of a name: the fleet's policy determines the order, also when it is switched.
 BY_POLICY: Final = "policy"
 
-# Longest that an order may take for one answer.
-_HUNG_S: Final = 5.0
+# Longest that an order may take for one answer. Front ends give up a silent worker later: what they are told
+# before, they do not hold against its requests.
+_HUNG_S: Final = 2.0
+# Until what was said is on its way.
+_SAID_S: Final = 0.2
 # Environment variable from one run of this process to the next: the order that did not return.
 _HUNG: Final = "TAILRACE_HUNG_ORDER"
 # Longest that another package may take to be imported.
@@ -144,11 +148,19 @@ class IntraSwitch:
         return order, intra_facts(order[0], slo)
 
 
-def watched_orders() -> AbstractContextManager[None]:
+def watched_orders(say_goodbye: Callable[[str], None]) -> AbstractContextManager[None]:
     """Watch the questions to batch orders of other packages during the block: a call that does not return
     cannot be ended, so the process runs again, without that order. Not without a watchdog
-    (TAILRACE_WATCHDOG_S=0), nor if the call holds the interpreter's lock."""
-    return watched_calls(order_asked, lambda _: None, _on_hung, _HUNG_S, _thread_of)
+    (TAILRACE_WATCHDOG_S=0), nor if the call holds the interpreter's lock.
+
+    `say_goodbye(reason)` tells front ends before that, from another thread.
+    """
+
+    def on_hung(asked: object, seconds: float) -> None:
+        assert isinstance(asked, Asked)
+        restart_without(asked, f"for {seconds:.1f} s", say_goodbye)
+
+    return watched_calls(order_asked, lambda _: None, on_hung, _HUNG_S, _thread_of)
 
 
 def _thread_of(asked: object) -> int:
@@ -156,18 +168,21 @@ def _thread_of(asked: object) -> int:
     return asked.thread
 
 
-def _on_hung(asked: object, seconds: float) -> None:
-    assert isinstance(asked, Asked)
-    restart_without(asked, f"for {seconds:.1f} s")
+def restart_without(asked: Asked, since: str, say_goodbye: Callable[[str], None]) -> NoReturn:
+    """Run this process again, without the order that does not answer this.
 
-
-def restart_without(asked: Asked, since: str) -> NoReturn:
-    """Run this process again, without the order that does not answer this."""
+    Without a goodbye it would seem to have died of its requests, and one that was on two such workers would
+    not be tried again.
+    """
     what = f"order {asked.order} has not returned from {asked.point}"
     log.critical("%s %s: restarting without it", what, since)
     faulthandler.dump_traceback()
     os.environ[_HUNG] = asked.order
-    restart_process()
+    try:
+        say_goodbye(what)
+        time.sleep(_SAID_S)
+    finally:
+        restart_process()
 
 
 def hung_before() -> str:

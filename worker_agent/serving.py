@@ -78,14 +78,19 @@ async def serve(
         memory = SharedMemory()
         stack.callback(memory.segments.close)
         service.members.add_listener(memory.mappings.drop_gone)
-        stack.enter_context(watched_orders())
+        workers: list[RunningWorker] = []
+
+        def say_goodbye(reason: str) -> None:
+            for worker in workers:
+                worker.say_goodbye(reason)
+
+        stack.enter_context(watched_orders(say_goodbye))
         if hung := hung_before():
             log.error("order %s is not used until this worker is started anew: it did not return", hung)
         died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # What is closed then may wait for an engine that hangs.
         died.add_done_callback(lambda _: exit_within_grace())
         listen = common.listen
-        workers: list[RunningWorker] = []
         for name, engine in zip(names, engines, strict=True):
             metrics = WorkerMetrics(histograms)
             running = await stack.enter_async_context(

@@ -81,6 +81,8 @@ class RunningWorker:
     stats: Callable[[], EngineStats]
     # Hands over all of its requests, so that it can stop.
     drain: Callable[[], Coroutine[None, None, None]]
+    # Tells front ends, for this reason, that it leaves; from any thread.
+    say_goodbye: Callable[[str], None]
 
 
 @asynccontextmanager
@@ -385,7 +387,7 @@ class _WorkerBuilder:
                 self._settings.drain_timeout_s, self._server.set_serving, registration, record
             )
 
-        return RunningWorker(record, self._stats, drain)
+        return RunningWorker(record, self._stats, drain, self._say_goodbye)
 
     def _reports(self) -> ReportStream:
         speeds = KnownSpeeds(self._info.profile, self._settings, self._profiler.kind, self._service.members)
@@ -414,7 +416,7 @@ class _WorkerBuilder:
     def _on_stuck(self, reason: str) -> None:
         if (asked := order_asked()) is not None:
             # Sooner than its watch, which counts little of the time of a busy machine.
-            restart_without(asked, f"and {reason}")
+            restart_without(asked, f"and {reason}", self._say_goodbye)
         self._engine.fail(reason)
 
     def _on_dead(self, reason: str) -> None:
@@ -427,6 +429,9 @@ class _WorkerBuilder:
     def _on_replaced(self, value: bytes) -> None:
         reason = replaced_message(self._instance_id, value)
         log.error("%s", reason)
-        self._front_ends.send_goodbye(worker_pb2.Goodbye(reason=reason))
+        self._say_goodbye(reason)
         if not self._died.done():
             self._died.set_result(reason)
+
+    def _say_goodbye(self, reason: str) -> None:
+        self._front_ends.send_goodbye(worker_pb2.Goodbye(reason=reason))

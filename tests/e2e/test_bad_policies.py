@@ -137,6 +137,8 @@ def test_a_batch_order_that_hangs_costs_a_restart_of_the_workers(fleet: Fleet, c
     assert [fleet.processes[each].pid for each in WORKERS] == pids
     # It was placed before, so that it waits for an instance as the others do.
     assert reference.same_text_and_usage(last.result(timeout=WAIT_S))
+    # Or one that was on both would not be tried again.
+    assert "died with" not in fleet.processes["frontend"].text()
     _wait_set(fleet, "least_loaded")
 
 

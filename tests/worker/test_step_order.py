@@ -21,6 +21,7 @@ from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
 from tailrace.intra.earliest_due import EarliestDue
+from tailrace.intra.guarded import Asked
 from tailrace.intra.orders import Fcfs, QuantumRoundRobin
 from tailrace.intra.pascal import PascalQueue
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError, make_intra
@@ -32,9 +33,10 @@ from tailrace.records import PolicyRecord
 from tailrace.slo import Slo
 from tests.simulator.worlds import INTRA, PROFILE
 from tests.worker.orders import ByLength, Stingy
+from worker_agent import intra_switch
 from worker_agent.engine.step_order import Device, StepOrder, StepPlan
 from worker_agent.engine.turns import Turn, arrival_order, view_of
-from worker_agent.intra_switch import BY_POLICY, IntraSwitch, order_of_policy
+from worker_agent.intra_switch import BY_POLICY, IntraSwitch, order_of_policy, restart_without
 
 BLOCK = 4
 STEP_TOKENS = 40
@@ -444,3 +446,25 @@ async def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: 
     slo = Slo(1.0, 0.05)
     await switch.update()
     assert paces == [0.1, 0.05]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_front_ends_hear_why_a_worker_runs_again(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Restarted(BaseException):
+        pass
+
+    def restart() -> None:
+        raise Restarted
+
+    def say_goodbye(reason: str) -> None:
+        said.append(reason)
+        if fails:
+            raise OSError
+
+    said: list[str] = []
+    monkeypatch.setattr(intra_switch, "restart_process", restart)
+    monkeypatch.setenv("TAILRACE_HUNG_ORDER", "")
+    with pytest.raises(Restarted):
+        restart_without(Asked("mine", "rank", 1), "for 2.0 s", say_goodbye)
+    assert said == ["order mine has not returned from rank"]
+    assert intra_switch.hung_before() == "mine"
