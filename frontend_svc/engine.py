@@ -245,6 +245,9 @@ class FleetEngine:
     def on_process_gone(self, instance_id: str) -> None:
         self._recovery.process_gone(instance_id)
 
+    def on_silence_explained(self, instance_id: str) -> None:
+        self._recovery.silence_explained(instance_id)
+
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         match message.WhichOneof("body"):
             case "outputs":

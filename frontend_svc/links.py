@@ -125,6 +125,9 @@ class LinkEvents(Protocol):
         """Handle the end of a lost worker's process: after on_lost, nothing listens at its address any
         more."""
 
+    def on_silence_explained(self, instance_id: str) -> None:
+        """Handle a goodbye of a worker that was lost for its silence."""
+
     def on_message(self, instance_id: str, message: worker_pb2.AttachDown) -> None:
         """Handle a message that is not the hello."""
 
@@ -355,9 +358,8 @@ class Link:
         if message.HasField("goodbye"):
             goodbye = message.goodbye
             cause = LossCause.ENGINE_FAILED if goodbye.engine_failed else LossCause.STOPPED
-            if cause is LossCause.STOPPED:
-                # Also if it was given up for its silence: that its process ends now is no crash.
-                self._worker_hello = None
+            if cause is LossCause.STOPPED and not self._attached:
+                self._sink.on_silence_explained(self.instance_id)
             raise _LinkEnded(goodbye.reason or cause.value, cause)
         if not self._attached:
             assert self._worker_hello is not None

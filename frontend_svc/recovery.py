@@ -139,6 +139,13 @@ class Recovery:
         if case is not None:
             self._engine_died(case)
 
+    def silence_explained(self, instance_id: str) -> None:
+        """Record that a lost instance has said goodbye after all: its process ends, but not of its
+        requests."""
+        case = self._unexplained.pop(instance_id, None)
+        if case is not None:
+            self._engine_survived(case)
+
     def attached(self, instance_id: str, incarnation: str) -> None:
         """Record that an instance answers, and from its incarnation whether the lost process survived."""
         self._incarnations[instance_id] = incarnation

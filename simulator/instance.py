@@ -516,7 +516,7 @@ class Instance:
             stall_s += self._admit(job)
         for job, blocks in grants.passed:
             job.passed_blocks += blocks
-        return stall_s, bool(grants.preempt), grants.kept_back
+        return stall_s, bool(grants.preempt), grants.kept_back > 0
 
     def _token_intervals(self, now: float) -> TokenIntervals | None:
         if not self._intra.may_keep_back or not self._batch.jobs:

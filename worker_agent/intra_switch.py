@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 # Instead of a name: the fleet's policy determines the order, also when it is switched.
 BY_POLICY: Final = "policy"
 
-# Longest that an order may take for one answer. Front ends give up a silent worker later: what they are told
-# before, they do not hold against its requests.
+# Longest that an order may take for one answer. Front ends normally give up a silent worker later: what they
+# are told before, they do not hold against its requests.
 _HUNG_S: Final = 2.0
-# Until what was said is on its way.
-_SAID_S: Final = 0.2
+# Time for a goodbye to leave the socket.
+_GOODBYE_S: Final = 0.2
 # Environment variable from one run of this process to the next: the order that did not return.
 _HUNG: Final = "TAILRACE_HUNG_ORDER"
 # Longest that another package may take to be imported.
@@ -169,7 +169,7 @@ def _thread_of(asked: object) -> int:
 
 
 def restart_without(asked: Asked, since: str, say_goodbye: Callable[[str], None]) -> NoReturn:
-    """Run this process again, without the order that does not answer this.
+    """Run this process again, without the order that did not return.
 
     Without a goodbye it would seem to have died of its requests, and one that was on two such workers would
     not be tried again.
@@ -180,7 +180,7 @@ def restart_without(asked: Asked, since: str, say_goodbye: Callable[[str], None]
     os.environ[_HUNG] = asked.order
     try:
         say_goodbye(what)
-        time.sleep(_SAID_S)
+        time.sleep(_GOODBYE_S)
     finally:
         restart_process()
 

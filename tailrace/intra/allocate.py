@@ -50,8 +50,8 @@ class Grants(Generic[Name]):
     # Requests that did not fit, and the blocks given to others that passed them (above 0). The caller adds
     # these to the request's `passed_blocks`, and resets that to 0 on admission.
     passed: list[tuple[Name, int]] = field(default_factory=list)
-    # Whether prompts wait for the running requests to get faster, and not for memory or prompt tokens.
-    kept_back: bool = False
+    # Prompts that wait for the running requests to get faster, and not for memory or prompt tokens.
+    kept_back: int = 0
 
 
 def allocate(
@@ -89,8 +89,10 @@ def allocate(
         if claim.prompt_tokens and budget <= 0:
             break
         if claim.prompt_tokens and room.intervals and policy.keeps_back(claim.rank, room.intervals):
-            grants.kept_back = True
-            break
+            grants.kept_back += 1
+            if grants.kept_back == LOOKAHEAD:
+                break
+            continue
         if admission.admits(claim):
             budget -= claim.prompt_tokens
         elif not admission.continues:

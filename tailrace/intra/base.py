@@ -58,7 +58,7 @@ class TokenIntervals(NamedTuple):
     now_s: float
     # Mean over the last one to two seconds.
     mean_s: float
-    # About the least so far, of a small batch.
+    # About the least so far: the mean of the fastest second, or a step with one request.
     shortest_s: float
 
 

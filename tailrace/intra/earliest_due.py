@@ -98,8 +98,9 @@ class EarliestDue(IntraPolicy):
 
     While the running requests are slower than the TPOT SLO, one more makes all of them miss it. So prompts
     wait while the time between tokens exceeds `tpot_limit` of the SLO. Those that have missed theirs already
-    wait from a shorter time on, so that others find room. What cannot be served in time thus falls on a few,
-    and not on all. Prompts do not wait where even a small batch hardly keeps the SLO.
+    wait from a shorter time on, so that others find room, until their turn comes. What cannot be served in
+    time thus falls on a few, and not on all. Prompts do not wait where even the fastest second hardly kept
+    the SLO.
     """
 
     lead_s: float = parameter(
@@ -135,6 +136,7 @@ class EarliestDue(IntraPolicy):
         self._interval_s = self.tpot_limit * tpot_slo_s
         self._late_interval_s = late_interval_s(self.tpot_limit, tpot_slo_s)
         self.may_keep_back = self.tpot_limit > 0.0
+        self._late_kind = LATE_PROMPT if self.may_keep_back else PROMPT
         self._pace_s = pace_s
 
     def rank(self, job: JobView) -> Rank:
@@ -143,7 +145,7 @@ class EarliestDue(IntraPolicy):
             due = due_s(job.arrived_s, job.prompt_tokens, job.queue_s)
             kind = PROMPT
             if job.lapsed:
-                due, kind = max(due, job.arrived_s + self.late_s), LATE_PROMPT
+                due, kind = max(due, job.arrived_s + self.late_s), self._late_kind
             return (_whole_us(due + self._ttft_slo_s), kind, job.arrival)
         begun_s = job.answering_s if job.phase is Phase.ANSWERING else job.arrived_s + self._ttft_slo_s
         read_s = self._pace_s * (job.phase_tokens - job.phase_tokens % RANK_TOKENS)
@@ -159,12 +161,14 @@ class EarliestDue(IntraPolicy):
         return victim[1] == DECODING and victim[0] > rank[0] + self._lead_us
 
     def keeps_back(self, rank: Rank, intervals: TokenIntervals) -> bool:
-        """Return whether tokens come further apart than a prompt with this rank may make them."""
+        """Return whether tokens come further apart than a prompt with this rank may make them, unless it is
+        late and its turn has come."""
         if rank[1] == DECODING or self._tpot_slo_s < _ATTAINABLE * intervals.shortest_s:
             return False
-        # Once its turn has come, a late prompt is as any other.
-        late = rank[1] == LATE_PROMPT and rank[0] > _whole_us(intervals.now_s + self._ttft_slo_s)
-        return intervals.mean_s > (self._late_interval_s if late else self._interval_s)
+        if rank[1] == LATE_PROMPT:
+            turn_s = rank[0] / 1e6 - self._ttft_slo_s
+            return turn_s > intervals.now_s and intervals.mean_s > self._late_interval_s
+        return intervals.mean_s > self._interval_s
 
     def rank_holds(self, job: JobView) -> int:
         """Return the tokens to the next multiple of RANK_TOKENS."""

@@ -304,6 +304,24 @@ def test_stopped_or_unreachable_worker_does_not_incriminate_its_requests(cause: 
     assert model.finished == {"r"}
 
 
+def test_worker_that_said_goodbye_in_its_silence_did_not_die_of_its_requests() -> None:
+    """As when it runs again because a batch order did not return."""
+    model = Model(2, {})
+    stream = model.add("r")
+    model.place()
+    for number in range(MAX_LOSSES):
+        owner = stream.owner
+        assert owner is not None
+        model.table.confirm_on_engine(owner, stream.handle, stream.epoch)
+        model.recovery.instance_lost(owner, Loss(LossCause.SILENT, "silent"))
+        model.recovery.silence_explained(owner)
+        model.recovery.process_gone(owner)
+        model.recovery.attached(owner, str(number))
+        model.place()
+        assert stream.deaths == 0
+    assert model.ended == {} and model.deaths == []
+
+
 def test_request_without_progress_is_given_up_after_the_maximum_of_losses() -> None:
     model = Model(2, {})
     stream = model.add("r")

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tailrace.intra import registry
+from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.registry import intra_names
-from tailrace.slo import Slo
 from tests.worker.orders import ByLength, Mistaken, Stingy
 from tests.worker.simulated import SMALL, Fleet, Stream, at_boundary, now, undisturbed
 from worker_agent.engine.base import Exported, ExportedPause
@@ -207,7 +207,9 @@ def test_prompt_waits_while_tokens_come_too_far_apart() -> None:
     mean_s = engine.stats().token_interval_ms_mean / 1e3
 
     def limit(interval_s: float) -> None:
-        engine.set_intra("earliest_due", {"tpot_limit": 0.1}, Slo(ttft_s=1e6, tpot_s=10.0 * interval_s))
+        # The requests arrived in 1970, and are not late.
+        order = EarliestDue(ttft_slo_s=1e12, tpot_slo_s=10.0 * interval_s, tpot_limit=0.1)
+        engine._scheduler.use_policy(order)
 
     limit(0.9 * mean_s)
     short = fleet.submit(0, PROMPT[:20], max_tokens=5)

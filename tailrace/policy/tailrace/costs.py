@@ -8,7 +8,7 @@ the wait until enough KV is free.
 
 Between two placements, few of a thousand instances have reported, so what depends on an instance alone is
 kept in columns (`Offers`) and computed again only for those. A column depends on nothing but the instance's
-view and the step times of all, so that it affects no decision.
+view and the step times of all, so that it affects no decision; with `tpot_limit` also on when it was made.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ class Offers:
             instance, steps = views[n], self._models[n]
             backlog = instance.prefill_backlog_tokens
             prompts = table_of(instance.requests).prompts() if backlog else ()
-            # Late prompts of an instance that keeps them back let an arrival pass.
+            # Late prompts of an instance that keeps them back let an arrival pass. Each report tells anew
+            # which ones are late.
             keeps_back = instance.token_interval_s > self.costs.late_interval_s
             late_before_s = now - self.costs.ttft_slo_s if keeps_back else -math.inf
             self._queues.set(n, prompts, backlog, steps, late_before_s)

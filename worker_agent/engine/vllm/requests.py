@@ -43,7 +43,7 @@ class Pace:
         if self.interval_ms == 0.0:
             self.interval_ms = interval_ms
         else:
-            self.interval_ms += _SMOOTHING * (interval_ms - self.interval_ms)
+            self.interval_ms += (1.0 - (1.0 - _SMOOTHING) ** tokens) * (interval_ms - self.interval_ms)
         return interval_ms
 
 
