@@ -140,6 +140,11 @@ class WorkerCollector(Collector):
             "tailrace_worker_host_cached_bytes", "Evicted KV in host memory.", value=cached
         )
         yield _count("steps", "Engine steps.", sum(s.steps for s in stats))
+        yield _count(
+            "kept_back_steps",
+            "Engine steps beside which prompts waited, for others to keep the TPOT SLO.",
+            sum(s.kept_back_steps for s in stats),
+        )
         yield _count("preemptions", "Requests preempted.", sum(s.preemptions for s in stats))
         yield GaugeMetricFamily(
             "tailrace_worker_batch_order_suspended",

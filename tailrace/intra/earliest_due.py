@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from tailrace.cluster import Phase
@@ -54,29 +53,47 @@ def due_after_s(own_s: float, queue_s: float) -> float:
 
 
 LEAD_S: Final = 20.0
-LATE_S: Final = 60.0
 # Output tokens for which a rank is valid: five seconds at the default pace, a quarter of the lead.
 RANK_TOKENS: Final = 50
 PROMPT: Final = 0
 DECODING: Final = 1
 LATE_PROMPT: Final = 2
-# Shared with the fleet's policy, which then knows that late prompts wait.
+LATE_S: Final = 60.0
+# Both shared with the fleet's policy, which then knows which prompts wait.
+LATE: Final = parameter(
+    LATE_S, "how long a waiting prompt that has missed the TTFT SLO is postponed", unit="s", minimum=0.0
+)
 TPOT_LIMIT: Final = parameter(
-    0.0,
-    "time between the tokens of an instance's requests above which its prompts wait; 0: none",
+    0.95,
+    "time between the tokens of an instance's requests above which its prompts wait, if the TPOT SLO is "
+    "below its default; 0: none wait",
     unit="of the TPOT SLO",
     minimum=0.0,
 )
 # Prompts that have missed the TTFT SLO wait from this share of the limit on.
 LATE_SHARE: Final = 0.63
-# A TPOT SLO below this many times the time between tokens of a small batch cannot be kept by a smaller one.
-_ATTAINABLE: Final = 1.5
+# A TPOT SLO shorter than so many intervals of a small batch is not kept by a smaller one either.
+_ATTAINABLE: Final = 2.0
 
 
-def late_interval_s(tpot_limit: float, tpot_slo_s: float) -> float:
-    """Return the time between tokens above which prompts that have missed the TTFT SLO wait; infinite: with
-    no `tpot_limit`."""
-    return LATE_SHARE * tpot_limit * tpot_slo_s or math.inf
+def limits_tpot(tpot_limit: float, tpot_slo_s: float) -> bool:
+    """Return whether prompts ever wait because of `tpot_limit`.
+
+    The default SLO is not an operator's choice: where it is too short for the machine, answers are slow and
+    nobody waits.
+    """
+    return tpot_limit > 0.0 and tpot_slo_s < DEFAULT_TPOT_S
+
+
+def waits(late: bool, mean_s: float, shortest_s: float, limit: float, tpot_slo_s: float) -> bool:
+    """Return whether a prompt waits for tokens to come less than `limit` of the TPOT SLO apart, where
+    `limits_tpot`.
+
+    `late`: it has missed the TTFT SLO; `mean_s`, `shortest_s`: as in `TokenIntervals`.
+    """
+    return (
+        mean_s > (LATE_SHARE if late else 1.0) * limit * tpot_slo_s and tpot_slo_s >= _ATTAINABLE * shortest_s
+    )
 
 
 class EarliestDue(IntraPolicy):
@@ -110,9 +127,7 @@ class EarliestDue(IntraPolicy):
         unit="s",
         minimum=0.0,
     )
-    late_s: float = parameter(
-        LATE_S, "how long a waiting prompt that has missed the TTFT SLO is postponed", unit="s", minimum=0.0
-    )
+    late_s: float = LATE
     tpot_limit: float = TPOT_LIMIT
     watermark: float = WATERMARK
     pass_over: float = PASS_OVER
@@ -133,9 +148,7 @@ class EarliestDue(IntraPolicy):
         self._lead_us = _whole_us(self.lead_s)
         self._ttft_slo_s = ttft_slo_s
         self._tpot_slo_s = tpot_slo_s
-        self._interval_s = self.tpot_limit * tpot_slo_s
-        self._late_interval_s = late_interval_s(self.tpot_limit, tpot_slo_s)
-        self.may_keep_back = self.tpot_limit > 0.0
+        self.may_keep_back = limits_tpot(self.tpot_limit, tpot_slo_s)
         self._late_kind = LATE_PROMPT if self.may_keep_back else PROMPT
         self._pace_s = pace_s
 
@@ -163,12 +176,11 @@ class EarliestDue(IntraPolicy):
     def keeps_back(self, rank: Rank, intervals: TokenIntervals) -> bool:
         """Return whether tokens come further apart than a prompt with this rank may make them, unless it is
         late and its turn has come."""
-        if rank[1] == DECODING or self._tpot_slo_s < _ATTAINABLE * intervals.shortest_s:
+        due_us, kind, _ = rank
+        late = kind == LATE_PROMPT
+        if kind == DECODING or (late and due_us <= _whole_us(intervals.now_s + self._ttft_slo_s)):
             return False
-        if rank[1] == LATE_PROMPT:
-            turn_s = rank[0] / 1e6 - self._ttft_slo_s
-            return turn_s > intervals.now_s and intervals.mean_s > self._late_interval_s
-        return intervals.mean_s > self._interval_s
+        return waits(late, intervals.mean_s, intervals.shortest_s, self.tpot_limit, self._tpot_slo_s)
 
     def rank_holds(self, job: JobView) -> int:
         """Return the tokens to the next multiple of RANK_TOKENS."""

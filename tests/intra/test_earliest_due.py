@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import JobView, TokenIntervals
 from tailrace.intra.earliest_due import LATE_S, LEAD_S, RANK_TOKENS, EarliestDue, due_s
+from tailrace.slo import DEFAULT_TPOT_S
 
 TTFT_S, PACE_S = 2.0, 0.1
 POLICY = EarliestDue(ttft_slo_s=TTFT_S, pace_s=PACE_S, watermark=0.0)
@@ -104,10 +106,16 @@ def admitted(
 
 def test_prompts_wait_while_tokens_come_too_far_apart() -> None:
     timely, late = prompt(0, 99.0), prompt(1, 90.0, lapsed=True)
-    assert LIMITED.may_keep_back and not POLICY.may_keep_back
+    assert LIMITED.may_keep_back
     assert admitted(0.037, timely, late) == [0, 1]
     assert admitted(0.039, timely, late) == [0]
     assert admitted(0.061, timely, late) == []
+
+
+@pytest.mark.parametrize(("limit", "tpot_slo_s"), [(0.0, 0.08), (0.95, DEFAULT_TPOT_S), (0.95, 1.0)])
+def test_no_prompt_waits_for_a_tpot_slo_that_nobody_asked_for(limit: float, tpot_slo_s: float) -> None:
+    policy = EarliestDue(tpot_slo_s=tpot_slo_s, tpot_limit=limit)
+    assert not policy.may_keep_back
 
 
 def test_late_prompts_wait_no_longer_than_until_their_turn() -> None:
@@ -128,8 +136,8 @@ def test_a_late_prompt_that_waits_lets_others_of_the_queue_pass() -> None:
 
 
 def test_prompts_do_not_wait_where_no_batch_keeps_the_slo() -> None:
-    assert admitted(1.0, prompt(0, 99.0), least_s=0.06) == [0]
-    assert admitted(1.0, prompt(0, 99.0), least_s=0.05) == []
+    assert admitted(1.0, prompt(0, 99.0), least_s=0.041) == [0]
+    assert admitted(1.0, prompt(0, 99.0), least_s=0.04) == []
 
 
 @given(st.integers(1, 900), st.integers(1, 900), st.floats(0.0, 60.0), st.floats(0.0, 60.0), st.booleans())

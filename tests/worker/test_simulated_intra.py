@@ -215,6 +215,7 @@ def test_prompt_waits_while_tokens_come_too_far_apart() -> None:
     short = fleet.submit(0, PROMPT[:20], max_tokens=5)
     while len(long.tokens) < 1_500:
         assert fleet.clock.advance(1) and not short.tokens
+    assert engine.stats().kept_back_steps > 0
     limit(1.1 * mean_s)
     while short.live:
         assert fleet.clock.advance(1) and long.live

@@ -192,7 +192,7 @@ async def test_prompt_that_missed_its_slo_is_ordered_last(engine: VllmEngine, fr
 
 
 async def test_prompt_waits_while_tokens_come_too_far_apart(engine: VllmEngine, front: Front) -> None:
-    order = EarliestDue(ttft_slo_s=1e6, tpot_slo_s=1_000.0, tpot_limit=1e-8)
+    order = EarliestDue(ttft_slo_s=1e6, tpot_slo_s=0.14, tpot_limit=1e-6)
     await serve_by(engine, order)
     recent = engine._parts.writer.intervals
     # An engine learns within a second how fast it is at most.
@@ -203,6 +203,7 @@ async def test_prompt_waits_while_tokens_come_too_far_apart(engine: VllmEngine, 
     await front.until_tokens(streams[0], 10)
     front.submit(engine, streams[1])
     assert await order_of_completion(front, streams) == [0, 1]
+    assert engine.stats().kept_back_steps > 0
 
 
 async def test_decodes_precede_prompts(engine: VllmEngine, front: Front) -> None:

@@ -45,7 +45,7 @@ def add(
 
     parser: Any = Reasoner()
     marks = ReasoningMarks(parser, frozenset([END_OF_REASONING])) if reasons else None
-    request: Any = SimpleNamespace()
+    request: Any = SimpleNamespace(num_preemptions=0)
     entry = VllmRequest(
         key=RequestKey(0, handle),
         request_id=f"r{handle}",
@@ -185,6 +185,20 @@ def test_each_token_of_a_step_counts_with_its_share_of_the_interval(monkeypatch:
     # Three tokens 20 ms apart and one after 60 ms.
     assert writer.intervals.mean_and_p99_ms(100.1)[0] == pytest.approx(30.0)
     assert [entry.pace.interval_ms for entry in entries] == pytest.approx([20.0, 60.0])
+
+
+def test_time_for_which_a_request_was_preempted_is_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import EngineCoreOutput
+
+    table, writer = tables()
+    entries = [add(table, handle) for handle in (1, 2, 3)]
+    for now_s, handles in ((100.0, (1, 2)), (109.98, (3,)), (110.0, (1, 2, 3)), (110.02, (1, 2, 3))):
+        monkeypatch.setattr("worker_agent.engine.vllm.outputs.time.monotonic", lambda now_s=now_s: now_s)
+        writer.step(message(*(EngineCoreOutput(f"r{handle}", [3]) for handle in handles)))
+        if handles == (3,):
+            for entry in entries[:2]:
+                entry.request.num_preemptions = 1
+    assert writer.intervals.mean_and_p99_ms(110.1)[0] == pytest.approx(20.0)
 
 
 def test_output_of_a_request_that_is_not_in_the_table_is_an_error() -> None:

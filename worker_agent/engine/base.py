@@ -224,6 +224,8 @@ class EngineStats:
     preemptions: int
     token_interval_ms_mean: float
     token_interval_ms_p99: float
+    # Steps beside which prompts waited for the running requests to get faster (`tailrace.intra.allocate`).
+    kept_back_steps: int = 0
     # Requests swapped out, swapped in, and not swapped out for want of room; corrupt blocks in host memory.
     swaps_out: int = 0
     swaps_in: int = 0

@@ -67,6 +67,8 @@ class StepPlan(Generic[M]):
     step_tokens: int
     # Most tokens that the step may compute for one request; None: no limit.
     longest_chunk: int | None
+    # Whether prompts wait for the running requests to get faster.
+    keeps_back: bool
 
 
 class StepOrder(Generic[M]):
@@ -153,6 +155,7 @@ class StepOrder(Generic[M]):
             admit=[*returning, *(member for _, member in fresh)],
             step_tokens=step_tokens,
             longest_chunk=share.longest_chunk,
+            keeps_back=grants.kept_back > 0,
         )
 
     def _growth(self, member: M) -> int:

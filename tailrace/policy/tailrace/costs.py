@@ -22,7 +22,7 @@ from typing import Final, Generic, NamedTuple
 import numpy as np
 
 from tailrace.cluster import Arrival, CachedTokens, ClusterView, InstanceState, InstanceView
-from tailrace.intra.earliest_due import PREFILLS, nominal_s
+from tailrace.intra.earliest_due import LATE_S, PREFILLS, nominal_s, waits
 from tailrace.perf.steps import Floats, Number, StepModel, StepTimes, held_tokens
 from tailrace.policy.columns import SeenInstances
 from tailrace.policy.requests import Prompt, table_of
@@ -37,7 +37,7 @@ class Costs:
     - `nominal`: step times of instances that have not been measured.
     - `tpot_slo_s`, `ttft_slo_s`: the SLOs against which the delay of requests that answer, and of those that
       reason, is weighted.
-    - `late_interval_s`: see `tailrace.intra.earliest_due`.
+    - `tpot_limit`, `late_s`: of the batch order, see `tailrace.intra.earliest_due`.
     - `expected_tokens`: expected output of an arrival. 256 is near the mean of ShareGPT's answers, as in
       CascadeInfer's QoE model here.
     - `patience_s`: a wait for the first token counts double once it reaches this time plus the longest that
@@ -50,7 +50,8 @@ class Costs:
     nominal: StepModel
     tpot_slo_s: float
     ttft_slo_s: float = DEFAULT_TTFT_S
-    late_interval_s: float = math.inf
+    tpot_limit: float = math.inf
+    late_s: float = LATE_S
     expected_tokens: float = 256.0
     patience_s: float = 0.5
     open_s: float = 0.01
@@ -187,10 +188,10 @@ class Offers:
 
     def update(self, view: ClusterView, now: float) -> None:
         """Use the instances of this view, and compute the offers of those that changed again."""
-        changed = self._seen.changed(view)
+        costs, changed = self.costs, self._seen.changed(view)
         self._seen.replace(view, changed)
         views = self._instances = list(view.instances.values())
-        steps_of = self.costs.steps_of
+        steps_of = costs.steps_of
         if changed is None or any(steps_of(views[n]) is not self._models[n] for n in changed):
             changed, self._models = list(range(len(views))), list(map(steps_of, views))
             self._shortest_s = min((steps.decode_base_s for steps in self._models), default=math.inf)
@@ -204,10 +205,11 @@ class Offers:
             prompts = table_of(instance.requests).prompts() if backlog else ()
             # Late prompts of an instance that keeps them back let an arrival pass. Each report tells anew
             # which ones are late.
-            keeps_back = instance.token_interval_s > self.costs.late_interval_s
-            late_before_s = now - self.costs.ttft_slo_s if keeps_back else -math.inf
-            self._queues.set(n, prompts, backlog, steps, late_before_s)
-            self._offers[:, n] = offer_of(self.costs, instance, prompts, steps, self._shortest_s)
+            idle_s, interval_s = steps.decode_s(1, 0), instance.token_interval_s
+            wait = waits(True, interval_s, idle_s, costs.tpot_limit, costs.tpot_slo_s)
+            late_before_s = now - costs.ttft_slo_s if wait else -math.inf
+            self._queues.set(n, prompts, backlog, steps, costs.late_s, late_before_s)
+            self._offers[:, n] = offer_of(costs, instance, prompts, steps, self._shortest_s)
 
     def usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats | float:
         """Return the cached tokens of an arrival on each instance, as equivalent tokens on its device."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from tailrace.actions import Action, Place, Placement
 from tailrace.cluster import Arrival, ClusterView
-from tailrace.intra.earliest_due import TPOT_LIMIT, late_interval_s
+from tailrace.intra.earliest_due import LATE, TPOT_LIMIT, limits_tpot
 from tailrace.perf.steps import StepModel
 from tailrace.policy.base import Policy
 from tailrace.policy.candidates import NO_INSTANCE
@@ -49,6 +50,7 @@ class Tailrace(Policy):
         minimum=0.0,
     )
     copy_ahead: bool = COPY_AHEAD
+    late_s: float = LATE
     tpot_limit: float = TPOT_LIMIT
     tick_interval_s: float = parameter(
         1.0, "period of rebalancing", unit="s", source="ARES, Algorithm 1, line 3", minimum=0.01
@@ -65,8 +67,9 @@ class Tailrace(Policy):
         **parameters: Value,
     ) -> None:
         super().__init__(**parameters)
-        late_interval = late_interval_s(self.tpot_limit, tpot_slo_s)
-        self.costs = Costs(StepModel.of_profile(profile), tpot_slo_s, ttft_slo_s, late_interval)
+        limit = self.tpot_limit if limits_tpot(self.tpot_limit, tpot_slo_s) else math.inf
+        steps = StepModel.of_profile(profile)
+        self.costs = Costs(steps, tpot_slo_s, ttft_slo_s, limit, self.late_s)
         self.offers = PerInstances(lambda: Offers(self.costs))
         self.copies = Copies(self.costs, self.pull_margin) if self.copy_ahead else None
         self.prefixes_period_s = PERIOD_S if self.copy_ahead else None

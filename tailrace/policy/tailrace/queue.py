@@ -53,11 +53,12 @@ class QueueColumns:
         prompts: Sequence[Prompt],
         backlog_tokens: int,
         steps: StepModel,
+        late_s: float = LATE_S,
         late_before_s: float = -math.inf,
     ) -> None:
         """Set the queue of an instance with these step times. `backlog_tokens` of the prompts are not
         computed yet; a larger backlog includes prompts that are not listed. Those that arrived before
-        `late_before_s` are late, and wait for others.
+        `late_before_s` are late, and wait for others until `late_s` after they arrived.
 
         Each prompt's due time assumes that it arrived behind the earlier prompts that are still here; those
         served since are unknown.
@@ -74,7 +75,7 @@ class QueueColumns:
             own_s = nominal_s(length, length * length)
             due_s = arrived_s + due_after_s(own_s, queued_s)
             if arrived_s < late_before_s:
-                due_s = max(due_s, arrived_s + LATE_S)
+                due_s = max(due_s, arrived_s + late_s)
             queue.append((due_s, length))
             queued_s += own_s
         queue.sort()

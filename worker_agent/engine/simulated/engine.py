@@ -298,6 +298,7 @@ class SimulatedEngine:
             steps=self._emitter.steps if self._emitter is not None else 0,
             generated_tokens=self._generated_tokens,
             preemptions=self._scheduler.preemptions,
+            kept_back_steps=self._scheduler.kept_back_steps,
             order_mistake="" if self._scheduler.intra is None else self._scheduler.intra.mistake,
             prompt_tokens=self._scheduler.prompt_tokens,
             cached_prompt_tokens=self._scheduler.cached_prompt_tokens,

@@ -69,6 +69,8 @@ class Scheduler:
         # Requests with blocks that are paused or being imported; they occupy a slot of the batch.
         self.held = 0
         self.preemptions = 0
+        # Steps beside which prompts waited for the running requests to get faster.
+        self.kept_back_steps = 0
         # Tokens of prompts that were started, and those of them that were found in the cache.
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
@@ -223,6 +225,7 @@ class Scheduler:
         for request in plan.preempt:
             self._preempt(request)
         self.running = plan.running
+        self.kept_back_steps += plan.keeps_back
         longest = plan.longest_chunk or plan.step_tokens
         budget, prefill_ms, kv_tokens = self._plan_running(step, plan.step_tokens, longest)
         admitted_ms, admitted_tokens = self._admit(step, budget, plan.admit)

@@ -151,6 +151,7 @@ def engine_stats(
         host_blocks_loaded=tier.loaded_blocks if tier is not None else 0,
         host_blocks_dropped=core.host.dropped,
         preemptions=core.scheduler.preemptions,
+        kept_back_steps=core.scheduler.kept_back_steps,
         order_mistake="" if core.intra is None else core.intra.mistake,
         token_interval_ms_mean=mean_ms,
         token_interval_ms_p99=p99_ms,

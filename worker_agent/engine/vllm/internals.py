@@ -96,7 +96,7 @@ INTERNALS: Final[Uses] = {
         request_id status sampling_params arrival_time max_tokens lora_request mm_features prompt_embeds
         prompt_token_ids prompt_is_token_ids output_token_ids all_token_ids num_prompt_tokens
         num_output_tokens num_tokens num_computed_tokens num_in_flight_tokens num_output_placeholders
-        num_stale_output_tokens drop_stale_output block_hashes skip_reading_prefix_cache
+        num_stale_output_tokens drop_stale_output num_preemptions block_hashes skip_reading_prefix_cache
         use_structured_output structured_output_request prefill_stats stop_reason from_engine_core_request
         append_output_token_ids get_finished_reason""",
     "vllm.v1.request:RequestStatus": """

@@ -100,6 +100,10 @@ class OutputWriter:
                 if interval_ms != shared_ms:
                     self._count(now_s, shared_ms, sharing)
                     shared_ms, sharing = interval_ms, 0
+                    if entry.preemptions != entry.request.num_preemptions:
+                        # It did not run meanwhile, which says nothing about how long steps take.
+                        entry.preemptions = entry.request.num_preemptions
+                        shared_ms = 0.0
                 sharing += count
             if output.prefill_stats is not None:
                 self._count_prompt(output.prefill_stats)

@@ -79,6 +79,8 @@ class VllmRequest:
     prediction: LengthPrediction | None = None
     # Version of the adapter that the request runs with; empty: no adapter, or its version is unknown.
     adapter_version: str = ""
+    # vLLM's count of its preemptions, when last compared (`OutputWriter`).
+    preemptions: int = 0
 
     @property
     def view(self) -> JobView:

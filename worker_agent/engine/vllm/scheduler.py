@@ -55,6 +55,8 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
     # Requests whose KV a step in flight loads from host memory, so that it is not verified yet.
     unverified: set[str]
     preemptions: int
+    # Steps beside which prompts waited for the running requests to get faster.
+    kept_back_steps: int
     _order: StepOrder[Request] | None
     _scheduling: bool
     _reserved_slots: int
@@ -76,7 +78,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
         self.exporting = set()
         self.discarded = set()
         self.unverified = set()
-        self.preemptions = 0
+        self.preemptions = self.kept_back_steps = 0
         self._order = None
         self._scheduling = False
         self._reserved_slots = 0
@@ -180,6 +182,7 @@ class PausingScheduler(VllmScheduler):  # type: ignore[misc]
             ),
         )
         self.running = plan.running
+        self.kept_back_steps += plan.keeps_back
         now_s = time.monotonic()
         for request in plan.preempt:
             self._preempt_request(request, now_s)
