@@ -2,7 +2,7 @@
 
 Rates are shares of the highest one, found by bisection with another seed, at which `least_loaded` or
 `tailrace` keeps the SLOs of 90% of the requests. Of each run the first fifth of the arrivals and the last
-twentieth are not counted. A seed is another section of a trace, or other draws. Means over the seeds; a
+twentieth are not counted. A seed is other draws, or another section of a trace. Means over the seeds; a
 policy is the best only if no other cannot be distinguished from it, paired by seed, at 95%.
 
 Every finished run is added to the file of `--resume`, and is not repeated until code or traces change.
@@ -53,10 +53,14 @@ def run(
     traces: Path | None,
     seconds: float,
     seeds: int,
+    sections: int,
     processes: int | None,
     console: Console,
 ) -> tuple[Found, dict[str, float]]:
-    """Run what is not kept yet; return all figures, and the capacities by ground."""
+    """Run what is not kept yet; return all figures, and the capacities by ground.
+
+    `seeds`: of grounds whose arrivals are drawn; `sections`: of traces.
+    """
     began_s = time.monotonic()
 
     def show(done: TaskProgress) -> None:
@@ -78,6 +82,9 @@ def run(
         )
         return known | made
 
+    def runs_of(ground: str) -> int:
+        return sections if GROUNDS[ground].is_trace else seeds
+
     searched = figures_of([Run(name, capacity_per_s, (name, traces, seconds)) for name in grounds])
     capacities = {name: number(searched[name], "per_s") for name in grounds}
     cases = {
@@ -85,14 +92,19 @@ def run(
         for ground in grounds
         for share in SHARES
         for policy in CONTESTANTS
-        for seed in range(seeds)
+        for seed in range(runs_of(ground))
     }
     measured = figures_of(
-        [Run(case.name, measure, (case, traces, seconds, seeds), case.rate_per_s) for case in cases.values()]
+        [
+            Run(case.name, measure, (case, traces, seconds, sections), case.rate_per_s)
+            for case in cases.values()
+        ]
     )
     found = {
         (ground, share): {
-            policy: _by_figure([measured[cases[ground, share, policy, seed].name] for seed in range(seeds)])
+            policy: _by_figure(
+                [measured[cases[ground, share, policy, seed].name] for seed in range(runs_of(ground))]
+            )
             for policy in CONTESTANTS
         }
         for ground in grounds
@@ -112,9 +124,10 @@ def main() -> None:
         "--data", type=Path, default=os.environ.get("TAILRACE_DATA"), help="folder that contains traces/"
     )
     parser.add_argument("--only", nargs="+", choices=GROUNDS, default=list(GROUNDS))
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=10, help="of grounds whose arrivals are drawn")
+    parser.add_argument("--sections", type=int, default=5, help="of traces")
     parser.add_argument("--seconds", type=float, default=600.0, help="of arrivals")
-    parser.add_argument("--resume", type=Path, help="[default: one for each number of seconds and seeds]")
+    parser.add_argument("--resume", type=Path, help="[default: one for each number of seconds]")
     parser.add_argument(
         "--docs",
         type=Path,
@@ -126,14 +139,23 @@ def main() -> None:
     console = Console(stderr=True)
     traces = None if options.data is None else Path(options.data) / "traces"
     grounds = [name for name in options.only if traces is not None or not GROUNDS[name].is_trace]
-    resume: Path = options.resume or RESULTS / f"policies-{options.seeds}x{options.seconds:g}s.jsonl"
+    resume: Path = options.resume or RESULTS / f"policies-{options.seconds:g}s.jsonl"
     with closing(KeptFigures(resume, code_version(_DECIDE), traces)) as kept:
         if kept.dropped:
             console.print(f"runs of another version of the code are not used: {resume}")
         found, capacities = run(
-            kept, grounds, traces, options.seconds, options.seeds, options.processes, console
+            kept,
+            grounds,
+            traces,
+            options.seconds,
+            options.seeds,
+            options.sections,
+            options.processes,
+            console,
         )
-    lines = _HEAD.read_text().format(seeds=options.seeds, seconds=f"{options.seconds:g}").splitlines()
+    head = _HEAD.read_text()
+    head = head.format(seeds=options.seeds, sections=options.sections, seconds=f"{options.seconds:g}")
+    lines = head.splitlines()
     docs: Path = options.docs or (_DOCS if len(grounds) == len(GROUNDS) else RESULTS)
     for ground in grounds_of(found):
         rates = {share: share * capacities[ground.name] for share in SHARES}
