@@ -26,7 +26,7 @@ from simulator.steplog import StepLog, StepRun
 from simulator.steptime import StepTime
 from tailrace.cluster import Pool
 from tailrace.intra.allocate import Claim, Room, allocate
-from tailrace.intra.base import IntraPolicy, Rank, TokenIntervals
+from tailrace.intra.base import FEWEST_DECODING, IntraPolicy, Rank, TokenIntervals
 from tailrace.intra.earliest_due import nominal_s
 from tailrace.perf.transfer_rate import TransferRate
 
@@ -519,7 +519,9 @@ class Instance:
         return stall_s, bool(grants.preempt), grants.kept_back > 0
 
     def _token_intervals(self, now: float) -> TokenIntervals | None:
-        if not self._intra.may_keep_back or not self._batch.jobs:
+        if not self._intra.may_keep_back:
+            return None
+        if sum(not job.migrating for job in self._batch.jobs) < FEWEST_DECODING:
             return None
         mean_s = self.token_interval_s(now)
         return TokenIntervals(now, mean_s, self._time.shortest_s) if mean_s else None

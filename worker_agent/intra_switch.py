@@ -8,9 +8,9 @@ import faulthandler
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, NoReturn, TypeAlias
 
 from tailrace.intra.base import ENGINE_ORDER
@@ -64,6 +64,8 @@ class IntraSwitch:
         self._slo = slo
         self._set_intra = set_intra
         self._present: _Requested | None = None
+        # Whether the engine's own order is used, whatever is asked for.
+        self._set_aside = False
         self._unavailable: PolicyRecord | None = None
         # The load that was begun last, and of what.
         self._loading: tuple[tuple[PolicyRecord | None, Slo], asyncio.Future[_Requested]] | None = None
@@ -80,11 +82,24 @@ class IntraSwitch:
             self._changed.clear()
             await self.update()
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Use the engine's own order during the block; `run` or `update` return to the one asked for."""
+        self._set_aside = True
+        self._set_intra(ENGINE_ORDER, NO_PARAMETERS, self._slo())
+        try:
+            yield
+        finally:
+            self._set_aside, self._present = False, None
+            self._changed.set()
+
     async def update(self) -> None:
         """Apply a change of order or SLOs. Parameters that this worker cannot use change nothing.
 
         Raise UnknownIntraError.
         """
+        if self._set_aside:
+            return
         record, slo = self._policy(), self._slo()
         requested = await self._requested(record, slo)
         if requested == self._present:

@@ -306,9 +306,11 @@ class _WorkerBuilder:
             self._running,
             self._service.store,
             tpot_s,
+            self._intra_switch.set_aside,
         )
         if self._settings.profile_at_start:
             await self._profiler.at_start()
+            await self._intra_switch.update()
 
     async def serve(self, listen: str) -> None:
         """Serve gRPC and the streams of front ends. Raise ListenError."""

@@ -33,11 +33,8 @@ _ORDER: Final = "earliest_due"
 PLACEMENTS: Final = ("tailrace", "least_loaded", "prefix_affinity", "pascal", "ares", "arrow", "cascade")
 # With their own orders.
 OWN_ORDERS: Final = ("pascal", "arrow", "least_loaded")
-# Without what they lose by: their decode instances limit their batches themselves.
-UNLIMITED: Final = tuple(f"{name}+{_ORDER} tpot_limit=0" for name in ("ares", "arrow"))
 CONTESTANTS: Final = (
     *(name if name == "tailrace" else f"{name}+{_ORDER}" for name in PLACEMENTS),
-    *UNLIMITED,
     *OWN_ORDERS,
 )
 SHARES: Final = (0.8, 1.1)

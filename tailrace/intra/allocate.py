@@ -13,6 +13,9 @@ Name = TypeVar("Name", bound=Hashable)
 # Maximum number of requests that a step passes over, to bound the time of a decision. At about a microsecond
 # each, that is a hundredth of a decode step of 6 ms, the shortest of the built-in profiles of an 8B model.
 LOOKAHEAD: Final = 64
+# The same for prompts that are kept back. Steps are longer then, and a request that only has to be copied
+# from host memory may wait behind them.
+_KEPT_BACK_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def allocate(
             break
         if claim.prompt_tokens and room.intervals and policy.keeps_back(claim.rank, room.intervals):
             grants.kept_back += 1
-            if grants.kept_back == LOOKAHEAD:
+            if grants.kept_back == _KEPT_BACK_MAX:
                 break
             continue
         if admission.admits(claim):

@@ -51,6 +51,11 @@ PASS_OVER: Final = parameter(
 )
 
 
+# Requests that decode here, and are not about to leave, before prompts wait for their sake. Fewer would gain
+# little: of an instance that only prefills for others, those decode that have not been handed over yet.
+FEWEST_DECODING: Final = 4
+
+
 class TokenIntervals(NamedTuple):
     """Times between the tokens of an instance's requests, in seconds."""
 
@@ -134,7 +139,7 @@ class IntraPolicy(Parametrized, ABC):
 
     def keeps_back(self, rank: Rank, intervals: TokenIntervals) -> bool:
         """Return whether a waiting prompt with this rank is not admitted yet, since those that decode get
-        their tokens too slowly already. Asked only if some decode."""
+        their tokens too slowly already. Asked only if FEWEST_DECODING decode."""
         return False
 
     def demoted(self, job: JobView) -> bool:

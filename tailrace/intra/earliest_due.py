@@ -61,39 +61,49 @@ LATE_PROMPT: Final = 2
 LATE_S: Final = 60.0
 # Both shared with the fleet's policy, which then knows which prompts wait.
 LATE: Final = parameter(
-    LATE_S, "how long a waiting prompt that has missed the TTFT SLO is postponed", unit="s", minimum=0.0
+    LATE_S, "how long a waiting prompt that cannot meet the TTFT SLO is postponed", unit="s", minimum=0.0
 )
 TPOT_LIMIT: Final = parameter(
     0.95,
     "time between the tokens of an instance's requests above which its prompts wait, if the TPOT SLO is "
-    "below its default; 0: none wait",
+    "below its default and late_s above the TTFT SLO; 0: none wait",
     unit="of the TPOT SLO",
     minimum=0.0,
 )
-# Prompts that have missed the TTFT SLO wait from this share of the limit on.
+# Late prompts wait from this share of the limit on.
 LATE_SHARE: Final = 0.63
 # A TPOT SLO shorter than so many intervals of a small batch is not kept by a smaller one either.
 _ATTAINABLE: Final = 2.0
 
 
-def limits_tpot(tpot_limit: float, tpot_slo_s: float) -> bool:
+def limits_tpot(tpot_limit: float, tpot_slo_s: float, late_s: float, ttft_slo_s: float) -> bool:
     """Return whether prompts ever wait because of `tpot_limit`.
 
     The default SLO is not an operator's choice: where it is too short for the machine, answers are slow and
-    nobody waits.
+    nobody waits. Nor do they where late prompts are not postponed: those that wait would become late, start
+    at once, and make the next ones wait.
     """
-    return tpot_limit > 0.0 and tpot_slo_s < DEFAULT_TPOT_S
+    return tpot_limit > 0.0 and tpot_slo_s < DEFAULT_TPOT_S and late_s > ttft_slo_s
 
 
 def waits(late: bool, mean_s: float, shortest_s: float, limit: float, tpot_slo_s: float) -> bool:
     """Return whether a prompt waits for tokens to come less than `limit` of the TPOT SLO apart, where
     `limits_tpot`.
 
-    `late`: it has missed the TTFT SLO; `mean_s`, `shortest_s`: as in `TokenIntervals`.
+    `late`: it cannot be in time (`late_at_s`); `mean_s`, `shortest_s`: as in `TokenIntervals`.
     """
     return (
         mean_s > (LATE_SHARE if late else 1.0) * limit * tpot_slo_s and tpot_slo_s >= _ATTAINABLE * shortest_s
     )
+
+
+def late_at_s(arrived_s: float, own_s: float, ttft_slo_s: float) -> float:
+    """Return when a waiting prompt whose own prefill takes `own_s` can no longer be in time.
+
+    It computes in steps that decode, too, and behind other prompts, which takes it half as long again. Where
+    `own_s` is too short for the machine, that is found out later.
+    """
+    return arrived_s + max(0.0, ttft_slo_s - 1.5 * own_s)
 
 
 class EarliestDue(IntraPolicy):
@@ -109,15 +119,14 @@ class EarliestDue(IntraPolicy):
     the cost of two swaps, so that KV does not thrash. A prompt's computed KV is never discarded for another
     request.
 
-    A waiting prompt that has missed its SLO is postponed by `late_s`. Served in turn it would delay others
-    that can still meet their SLOs, and those the next: once the queue is as long as the SLO, no prompt would
-    meet it. It still precedes all prompts that arrive `late_s` after it, so it does not starve.
+    A waiting prompt that can no longer meet its SLO is postponed by `late_s`. Served in turn it would delay
+    others that can still meet theirs, and those the next: once the queue is as long as the SLO, no prompt
+    would meet it. It still precedes all prompts that arrive `late_s` after it, so it does not starve.
 
     While the running requests are slower than the TPOT SLO, one more makes all of them miss it. So prompts
-    wait while the time between tokens exceeds `tpot_limit` of the SLO. Those that have missed theirs already
-    wait from a shorter time on, so that others find room, until their turn comes. What cannot be served in
-    time thus falls on a few, and not on all. Prompts do not wait where even the fastest second hardly kept
-    the SLO.
+    wait while the time between tokens exceeds `tpot_limit` of the SLO. Those that are late wait from a
+    shorter time on, so that others find room, until their turn comes. What cannot be served in time thus
+    falls on a few, and not on all. Prompts do not wait where even the fastest second hardly kept the SLO.
     """
 
     lead_s: float = parameter(
@@ -148,7 +157,7 @@ class EarliestDue(IntraPolicy):
         self._lead_us = _whole_us(self.lead_s)
         self._ttft_slo_s = ttft_slo_s
         self._tpot_slo_s = tpot_slo_s
-        self.may_keep_back = limits_tpot(self.tpot_limit, tpot_slo_s)
+        self.may_keep_back = limits_tpot(self.tpot_limit, tpot_slo_s, self.late_s, ttft_slo_s)
         self._late_kind = LATE_PROMPT if self.may_keep_back else PROMPT
         self._pace_s = pace_s
 
@@ -187,8 +196,11 @@ class EarliestDue(IntraPolicy):
         return RANK_TOKENS - job.phase_tokens % RANK_TOKENS
 
     def lapses_s(self, job: JobView) -> float | None:
-        """Return the time at which a prompt misses the TTFT SLO."""
-        return job.arrived_s + self._ttft_slo_s if job.phase is Phase.PREFILL else None
+        """Return when a waiting prompt can no longer be in time."""
+        if job.phase is not Phase.PREFILL:
+            return None
+        own_s = nominal_s(job.prompt_tokens, job.prompt_tokens * job.prompt_tokens)
+        return late_at_s(job.arrived_s, own_s, self._ttft_slo_s)
 
 
 def _whole_us(seconds: float) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tailrace.cluster import Phase
 from tailrace.intra.allocate import Claim, Grants, Room, allocate
 from tailrace.intra.base import JobView, TokenIntervals
-from tailrace.intra.earliest_due import LATE_S, LEAD_S, RANK_TOKENS, EarliestDue, due_s
+from tailrace.intra.earliest_due import LATE_S, LEAD_S, RANK_TOKENS, EarliestDue, due_s, nominal_s
 from tailrace.slo import DEFAULT_TPOT_S
 
 TTFT_S, PACE_S = 2.0, 0.1
@@ -118,6 +118,20 @@ def test_no_prompt_waits_for_a_tpot_slo_that_nobody_asked_for(limit: float, tpot
     assert not policy.may_keep_back
 
 
+def test_no_prompt_waits_where_late_ones_start_at_once() -> None:
+    assert EarliestDue(ttft_slo_s=5.0, tpot_slo_s=0.08, late_s=5.1).may_keep_back
+    assert not EarliestDue(ttft_slo_s=5.0, tpot_slo_s=0.08, late_s=5.0).may_keep_back
+
+
+def test_a_prompt_is_late_once_there_is_too_little_time_for_its_prefill() -> None:
+    policy = EarliestDue(ttft_slo_s=0.5)
+    short, long, longest = (policy.lapses_s(prompt(0, 100.0, tokens)) for tokens in (10, 10_000, 50_000))
+    own_s = nominal_s(10_000, 10_000**2)
+    assert short == pytest.approx(100.5, abs=0.001)
+    assert long == pytest.approx(100.5 - 1.5 * own_s)
+    assert longest == 100.0
+
+
 def test_late_prompts_wait_no_longer_than_until_their_turn() -> None:
     turn_has_come = prompt(1, 100.0 - LATE_S - 0.01, lapsed=True)
     assert admitted(1.0, turn_has_come) == [1]
@@ -126,6 +140,9 @@ def test_late_prompts_wait_no_longer_than_until_their_turn() -> None:
 
 def test_what_has_tokens_does_not_wait_for_others_to_be_faster() -> None:
     assert admitted(1.0, prompt(2, 80.0), answer(0, 99.0, 10), reasoning(1, 99.0, 10)) == [0, 1]
+    many = [prompt(n, 41.0 + n / 100, lapsed=True) for n in range(100)]
+    assert LIMITED.rank(many[-1]) < LIMITED.rank(answer(100, 104.0, 10))
+    assert admitted(1.0, *many, answer(100, 104.0, 10)) == [100]
 
 
 def test_a_late_prompt_that_waits_lets_others_of_the_queue_pass() -> None:
@@ -165,8 +182,8 @@ def test_a_waiting_job_eventually_ranks_first(
     assert POLICY.rank(waiting_job) < POLICY.rank(answer(2, arrived_s + TTFT_S + yields_s + 0.001, 1))
 
 
-def test_a_prompt_lapses_at_its_ttft_slo() -> None:
-    assert POLICY.lapses_s(prompt(0, 100.0)) == 100.0 + TTFT_S
+def test_only_prompts_lapse() -> None:
+    assert POLICY.lapses_s(prompt(0, 100.0)) is not None
     assert POLICY.lapses_s(answer(0, 100.0, 1)) is None
     assert POLICY.lapses_s(reasoning(0, 100.0, 1)) is None
 

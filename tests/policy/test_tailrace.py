@@ -441,8 +441,8 @@ def test_of_a_long_queue_the_last_prompts_are_served_after_any_arrival() -> None
 
 def test_a_late_prompt_is_waited_for_once_its_turn_has_come() -> None:
     queues, own_s = QueueColumns(1), nominal_s(1_000, 1_000_000)
-    queues.set(0, [(100.0, 1_000), (101.0, 500)], 1_500, NOMINAL, 40.0, late_before_s=101.0)
-    assert queues.ahead(own_s, 102.0).tokens[0] == 500
+    queues.set(0, [(100.0, 1_000), (101.0, 500)], 1_500, NOMINAL, 40.0, (102.9, 2.0))
+    assert queues.ahead(own_s, 103.0).tokens[0] == 500
     assert queues.ahead(own_s, 140.0).tokens[0] == 1_500
 
 

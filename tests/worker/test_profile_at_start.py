@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -49,7 +50,7 @@ async def worker(name: str, store: Store, faults: SimulatedFaults | None = None)
     engine = SimulatedEngine(SETTINGS, faults=faults)
     probes = Probes(NoUsers(), asyncio.get_running_loop().time)
     info = await engine.start(probes)
-    return Profiler(name, engine, info, probes, (), store, lambda: 0.1)
+    return Profiler(name, engine, info, probes, (), store, lambda: 0.1, nullcontext)
 
 
 async def stored(store: Store, kind: str) -> ProfileRecord | None:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tailrace.intra import registry
+from tailrace.intra.base import FEWEST_DECODING
 from tailrace.intra.earliest_due import EarliestDue
 from tailrace.intra.registry import intra_names
 from tests.worker.orders import ByLength, Mistaken, Stingy
@@ -199,23 +200,35 @@ def test_prompt_overtakes_one_that_has_begun() -> None:
 
 
 def test_prompt_waits_while_tokens_come_too_far_apart() -> None:
-    fleet = Fleet(msgspec.structs.replace(SMALL, kv_blocks=1000, max_model_len=4_000))
+    fleet = Fleet(msgspec.structs.replace(SMALL, kv_blocks=2_000, max_model_len=4_000, max_num_seqs=8))
     engine = fleet.engines[0]
-    long = fleet.submit(0, PROMPT, max_tokens=2_000, ignore_eos=True)
+    decoding = [
+        fleet.submit(0, [*PROMPT[:20], n], max_tokens=2_000, ignore_eos=True) for n in range(FEWEST_DECODING)
+    ]
+    long = decoding[-1]
     while len(long.tokens) < 1_000:
         assert fleet.clock.advance(1)
     mean_s = engine.stats().token_interval_ms_mean / 1e3
 
     def limit(interval_s: float) -> None:
         # The requests arrived in 1970, and are not late.
-        order = EarliestDue(ttft_slo_s=1e12, tpot_slo_s=10.0 * interval_s, tpot_limit=0.1)
+        order = EarliestDue(ttft_slo_s=1e12, late_s=1e13, tpot_slo_s=10.0 * interval_s, tpot_limit=0.1)
         engine._scheduler.use_policy(order)
 
     limit(0.9 * mean_s)
     short = fleet.submit(0, PROMPT[:20], max_tokens=5)
+    while len(long.tokens) < 1_300:
+        assert fleet.clock.advance(1) and not short.tokens
+    kept_back = engine.stats().kept_back_steps
+    assert kept_back > 0
+    # For fewer, none waits.
+    fleet.engines[0].abort([fleet.key(decoding[0])])
+    while short.live:
+        assert fleet.clock.advance(1) and long.live
+    decoding[0] = fleet.submit(0, [*PROMPT[:20], 99], max_tokens=2_000, ignore_eos=True)
+    short = fleet.submit(0, PROMPT[:20], max_tokens=5)
     while len(long.tokens) < 1_500:
         assert fleet.clock.advance(1) and not short.tokens
-    assert engine.stats().kept_back_steps > 0
     limit(1.1 * mean_s)
     while short.live:
         assert fleet.clock.advance(1) and long.live

@@ -422,6 +422,22 @@ async def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixtu
     ]
 
 
+async def test_order_that_is_set_aside_returns_with_what_is_asked_for_then() -> None:
+    record = PolicyRecord(name="pascal")
+    orders: list[str] = []
+    switch = IntraSwitch(BY_POLICY, lambda: record, Slo, lambda name, _, __: orders.append(name))
+    await switch.update()
+    with switch.set_aside():
+        await switch.update()
+    await switch.update()
+    with pytest.raises(RuntimeError), switch.set_aside():
+        record = PolicyRecord(name="tailrace")
+        await switch.update()
+        raise RuntimeError
+    await switch.update()
+    assert orders == ["pascal", "vllm", "pascal", "vllm", "earliest_due"]
+
+
 async def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Paced(Fcfs):
         needs = (Fact.PACE,)

@@ -191,8 +191,12 @@ async def test_prompt_that_missed_its_slo_is_ordered_last(engine: VllmEngine, fr
     assert (await order_of_completion(front, [*answers, late, *fresh]))[-1] == SEATS
 
 
-async def test_prompt_waits_while_tokens_come_too_far_apart(engine: VllmEngine, front: Front) -> None:
-    order = EarliestDue(ttft_slo_s=1e6, tpot_slo_s=0.14, tpot_limit=1e-6)
+async def test_prompt_waits_while_tokens_come_too_far_apart(
+    engine: VllmEngine, front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The engine of these tests has two seats.
+    monkeypatch.setattr("worker_agent.engine.step_order.FEWEST_DECODING", 1)
+    order = EarliestDue(ttft_slo_s=1e6, late_s=1e7, tpot_slo_s=0.14, tpot_limit=1e-6)
     await serve_by(engine, order)
     recent = engine._parts.writer.intervals
     # An engine learns within a second how fast it is at most.

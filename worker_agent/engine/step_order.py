@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from tailrace.intra.allocate import Claim, Room, allocate
-from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
+from tailrace.intra.base import FEWEST_DECODING, IntraPolicy, JobView, Rank, TokenIntervals
 from worker_agent.engine.turns import Turn
 
 
@@ -120,7 +120,7 @@ class StepOrder(Generic[M]):
             device.free_blocks - device.promised_blocks - growth,
             device.free_slots,
             self.policy.prefill_budget(device.step_tokens, len(decoding) + device.entering),
-            self._intervals() if decoding and self.policy.may_keep_back else None,
+            self._intervals() if self._keeps_back_for(decoding) else None,
         )
         grants = allocate(
             self.policy,
@@ -157,6 +157,12 @@ class StepOrder(Generic[M]):
             longest_chunk=share.longest_chunk,
             keeps_back=grants.kept_back > 0,
         )
+
+    def _keeps_back_for(self, decoding: Sequence[M]) -> bool:
+        """Return whether prompts may have to wait for these."""
+        if not self.policy.may_keep_back or len(decoding) < FEWEST_DECODING:
+            return False
+        return sum(not self._exempt(member) for member in decoding) >= FEWEST_DECODING
 
     def _growth(self, member: M) -> int:
         """Return 1 if the request's next token needs a new block, else 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sized
+from contextlib import AbstractContextManager
 from typing import Final
 
 import msgspec
@@ -48,9 +49,11 @@ class Profiler:
         users: Sized,
         store: Store,
         tpot_s: Callable[[], float],
+        engine_order: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`users`: the requests that the worker carries. `tpot_s`: returns the current TPOT SLO for Max
-        Running Tokens."""
+        Running Tokens. `engine_order`: has the engine use its own batch order during a block, since another
+        may keep probes back for the sake of others."""
         self.kind = kind_of(info)
         self._instance_id = instance_id
         self._engine = engine
@@ -59,6 +62,7 @@ class Profiler:
         self._users = users
         self._store = store
         self._tpot_s = tpot_s
+        self._engine_order = engine_order
         self._busy = False
 
     async def profile(
@@ -127,7 +131,8 @@ class Profiler:
         self._probes.exclusive = not force
         began_s = loop.time()
         try:
-            samples = await measure(self._engine, self._info, self._probes, budget_s, report)
+            with self._engine_order():
+                samples = await measure(self._engine, self._info, self._probes, budget_s, report)
             took_s = loop.time() - began_s
             return profile_of(self._info, self._instance_id, samples, self._tpot_s(), took_s)
         except ProbeFailed as error:

@@ -207,8 +207,8 @@ class Offers:
             # which ones are late.
             idle_s, interval_s = steps.decode_s(1, 0), instance.token_interval_s
             wait = waits(True, interval_s, idle_s, costs.tpot_limit, costs.tpot_slo_s)
-            late_before_s = now - costs.ttft_slo_s if wait else -math.inf
-            self._queues.set(n, prompts, backlog, steps, costs.late_s, late_before_s)
+            late = (now, costs.ttft_slo_s) if wait else None
+            self._queues.set(n, prompts, backlog, steps, costs.late_s, late)
             self._offers[:, n] = offer_of(costs, instance, prompts, steps, self._shortest_s)
 
     def usable_tokens(self, cached: Mapping[str, CachedTokens]) -> Floats | float:

@@ -67,7 +67,8 @@ class Tailrace(Policy):
         **parameters: Value,
     ) -> None:
         super().__init__(**parameters)
-        limit = self.tpot_limit if limits_tpot(self.tpot_limit, tpot_slo_s) else math.inf
+        limits = limits_tpot(self.tpot_limit, tpot_slo_s, self.late_s, ttft_slo_s)
+        limit = self.tpot_limit if limits else math.inf
         steps = StepModel.of_profile(profile)
         self.costs = Costs(steps, tpot_slo_s, ttft_slo_s, limit, self.late_s)
         self.offers = PerInstances(lambda: Offers(self.costs))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from tailrace.intra.earliest_due import LATE_S, PREFILLS, STRETCH, due_after_s, nominal_s
+from tailrace.intra.earliest_due import LATE_S, PREFILLS, STRETCH, due_after_s, late_at_s, nominal_s
 from tailrace.perf.steps import Floats, StepModel
 from tailrace.policy.requests import Prompt
 
@@ -54,11 +53,11 @@ class QueueColumns:
         backlog_tokens: int,
         steps: StepModel,
         late_s: float = LATE_S,
-        late_before_s: float = -math.inf,
+        late: tuple[float, float] | None = None,
     ) -> None:
         """Set the queue of an instance with these step times. `backlog_tokens` of the prompts are not
-        computed yet; a larger backlog includes prompts that are not listed. Those that arrived before
-        `late_before_s` are late, and wait for others until `late_s` after they arrived.
+        computed yet; a larger backlog includes prompts that are not listed. `late`: the time and the TTFT
+        SLO, if late prompts wait for others until `late_s` after they arrived.
 
         Each prompt's due time assumes that it arrived behind the earlier prompts that are still here; those
         served since are unknown.
@@ -74,7 +73,7 @@ class QueueColumns:
         for arrived_s, length in sorted(prompts):
             own_s = nominal_s(length, length * length)
             due_s = arrived_s + due_after_s(own_s, queued_s)
-            if arrived_s < late_before_s:
+            if late is not None and late_at_s(arrived_s, own_s, late[1]) < late[0]:
                 due_s = max(due_s, arrived_s + late_s)
             queue.append((due_s, length))
             queued_s += own_s
