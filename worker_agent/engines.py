@@ -90,7 +90,10 @@ def _simulated(
     settings = {**given, **options.arguments, **options.simulated}
     unknown = settings.keys() - set(SimulatedSettings.__struct_fields__)
     if unknown:
-        raise EngineOptionError(f"the simulated engine has no setting {', '.join(sorted(unknown))}")
+        raise EngineOptionError(
+            f"the simulated engine has no setting {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(SimulatedSettings.__struct_fields__))}"
+        )
     clock = None if on_timer_late is None else WatchedClock(asyncio.get_running_loop(), on_timer_late)
     try:
         return SimulatedEngine(msgspec.convert(settings, SimulatedSettings), clock=clock)
