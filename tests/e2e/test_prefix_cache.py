@@ -127,7 +127,10 @@ def test_migration_copies_only_blocks_that_the_target_lacks(fleet: Fleet) -> Non
     assert third.held_blocks >= first.tokens // BLOCK and third.tokens > first.tokens
     block_bytes = third.held_bytes // third.held_blocks
     assert first.bytes == sum(each.blocks for each in first.rounds) * block_bytes
-    assert third.bytes == sum(each.blocks for each in third.rounds) * block_bytes < first.bytes
+    copied = sum(each.blocks for each in third.rounds)
+    assert third.bytes == copied * block_bytes
+    # The block that is being filled may be copied in each round.
+    assert copied <= -(-third.tokens // BLOCK) - third.held_blocks + len(third.rounds)
     held = fleet.metric("migration", "tailrace_migration_kv_held_bytes_total") - before
     assert held >= third.held_bytes
 
