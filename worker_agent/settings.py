@@ -67,7 +67,7 @@ class EngineOptions:
     unused: Sequence[str] = ()
     simulated: Mapping[str, JsonValue] = empty_setting(
         dict,
-        "A setting of the simulated engine, such as speed=2; an unknown NAME tells which there are. Can be repeated.",
+        "A setting of the simulated engine, such as speed=2; a wrong NAME lists them all. Can be repeated.",
         "--sim",
         multiple=True,
         callback=_read_settings,

@@ -28,7 +28,7 @@ class Room:
     free_slots: int
     # Prompt tokens that the step may compute.
     prompt_tokens: int
-    # Of the requests that decode; None: none does, they are unknown, or the policy does not ask.
+    # Of the requests that decode; None: too few do, they are unknown, or the policy does not ask.
     intervals: TokenIntervals | None = None
 
 

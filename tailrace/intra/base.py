@@ -139,7 +139,7 @@ class IntraPolicy(Parametrized, ABC):
 
     def keeps_back(self, rank: Rank, intervals: TokenIntervals) -> bool:
         """Return whether a waiting prompt with this rank is not admitted yet, since those that decode get
-        their tokens too slowly already. Asked only if FEWEST_DECODING decode."""
+        their tokens too slowly already. Asked only if FEWEST_DECODING decode and stay."""
         return False
 
     def demoted(self, job: JobView) -> bool:

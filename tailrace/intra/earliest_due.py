@@ -61,7 +61,7 @@ LATE_PROMPT: Final = 2
 LATE_S: Final = 60.0
 # Both shared with the fleet's policy, which then knows which prompts wait.
 LATE: Final = parameter(
-    LATE_S, "how long a waiting prompt that cannot meet the TTFT SLO is postponed", unit="s", minimum=0.0
+    LATE_S, "how long a waiting prompt that can hardly meet the TTFT SLO is postponed", unit="s", minimum=0.0
 )
 TPOT_LIMIT: Final = parameter(
     0.95,
@@ -90,7 +90,7 @@ def waits(late: bool, mean_s: float, shortest_s: float, limit: float, tpot_slo_s
     """Return whether a prompt waits for tokens to come less than `limit` of the TPOT SLO apart, where
     `limits_tpot`.
 
-    `late`: it cannot be in time (`late_at_s`); `mean_s`, `shortest_s`: as in `TokenIntervals`.
+    `late`: it was given up (`late_at_s`); `mean_s`, `shortest_s`: as in `TokenIntervals`.
     """
     return (
         mean_s > (LATE_SHARE if late else 1.0) * limit * tpot_slo_s and tpot_slo_s >= _ATTAINABLE * shortest_s
@@ -98,12 +98,12 @@ def waits(late: bool, mean_s: float, shortest_s: float, limit: float, tpot_slo_s
 
 
 def late_at_s(arrived_s: float, own_s: float, ttft_slo_s: float) -> float:
-    """Return when a waiting prompt whose own prefill takes `own_s` can no longer be in time.
+    """Return when a waiting prompt whose own prefill takes `own_s` is given up as late.
 
-    It computes in steps that decode, too, and behind other prompts, which takes it half as long again. Where
-    `own_s` is too short for the machine, that is found out later.
+    It computes in steps that decode, too, and behind other prompts, which takes it half as long again. But
+    much of it may be cached, or the machine faster than `nominal_s` says, so it has half of the SLO.
     """
-    return arrived_s + max(0.0, ttft_slo_s - 1.5 * own_s)
+    return arrived_s + max(0.5 * ttft_slo_s, ttft_slo_s - 1.5 * own_s)
 
 
 class EarliestDue(IntraPolicy):
@@ -119,9 +119,9 @@ class EarliestDue(IntraPolicy):
     the cost of two swaps, so that KV does not thrash. A prompt's computed KV is never discarded for another
     request.
 
-    A waiting prompt that can no longer meet its SLO is postponed by `late_s`. Served in turn it would delay
-    others that can still meet theirs, and those the next: once the queue is as long as the SLO, no prompt
-    would meet it. It still precedes all prompts that arrive `late_s` after it, so it does not starve.
+    A waiting prompt that can hardly meet its SLO any more is postponed by `late_s`. Served in turn it would
+    delay others that can still meet theirs, and those the next: once the queue is as long as the SLO, no
+    prompt would meet it. It still precedes all prompts that arrive `late_s` after it, so it does not starve.
 
     While the running requests are slower than the TPOT SLO, one more makes all of them miss it. So prompts
     wait while the time between tokens exceeds `tpot_limit` of the SLO. Those that are late wait from a
@@ -196,7 +196,7 @@ class EarliestDue(IntraPolicy):
         return RANK_TOKENS - job.phase_tokens % RANK_TOKENS
 
     def lapses_s(self, job: JobView) -> float | None:
-        """Return when a waiting prompt can no longer be in time."""
+        """Return when a waiting prompt is given up as late."""
         if job.phase is not Phase.PREFILL:
             return None
         own_s = nominal_s(job.prompt_tokens, job.prompt_tokens * job.prompt_tokens)

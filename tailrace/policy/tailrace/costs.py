@@ -22,6 +22,7 @@ from typing import Final, Generic, NamedTuple
 import numpy as np
 
 from tailrace.cluster import Arrival, CachedTokens, ClusterView, InstanceState, InstanceView
+from tailrace.intra.base import FEWEST_DECODING
 from tailrace.intra.earliest_due import LATE_S, PREFILLS, nominal_s, waits
 from tailrace.perf.steps import Floats, Number, StepModel, StepTimes, held_tokens
 from tailrace.policy.columns import SeenInstances
@@ -205,8 +206,9 @@ class Offers:
             prompts = table_of(instance.requests).prompts() if backlog else ()
             # Late prompts of an instance that keeps them back let an arrival pass. Each report tells anew
             # which ones are late.
-            idle_s, interval_s = steps.decode_s(1, 0), instance.token_interval_s
-            wait = waits(True, interval_s, idle_s, costs.tpot_limit, costs.tpot_slo_s)
+            wait = instance.running >= FEWEST_DECODING and waits(
+                True, instance.token_interval_s, steps.decode_s(1, 0), costs.tpot_limit, costs.tpot_slo_s
+            )
             late = (now, costs.ttft_slo_s) if wait else None
             self._queues.set(n, prompts, backlog, steps, costs.late_s, late)
             self._offers[:, n] = offer_of(costs, instance, prompts, steps, self._shortest_s)
