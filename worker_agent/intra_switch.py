@@ -64,8 +64,9 @@ class IntraSwitch:
         self._slo = slo
         self._set_intra = set_intra
         self._present: _Requested | None = None
-        # Whether the engine's own order is used, whatever is asked for.
-        self._set_aside = False
+        # What `_set_intra` took last, to return to it, and whether the engine's own order is used meanwhile.
+        self._applied: tuple[str, Mapping[str, Value], Slo] | None = None
+        self._is_set_aside = False
         self._unavailable: PolicyRecord | None = None
         # The load that was begun last, and of what.
         self._loading: tuple[tuple[PolicyRecord | None, Slo], asyncio.Future[_Requested]] | None = None
@@ -84,13 +85,15 @@ class IntraSwitch:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Use the engine's own order during the block; `run` or `update` return to the one asked for."""
-        self._set_aside = True
+        """Use the engine's own order during the block. Changes meanwhile are applied afterwards."""
+        self._is_set_aside = True
         self._set_intra(ENGINE_ORDER, NO_PARAMETERS, self._slo())
         try:
             yield
         finally:
-            self._set_aside, self._present = False, None
+            self._is_set_aside = False
+            if self._applied is not None:
+                self._set_intra(*self._applied)
             self._changed.set()
 
     async def update(self) -> None:
@@ -98,17 +101,15 @@ class IntraSwitch:
 
         Raise UnknownIntraError.
         """
-        if self._set_aside:
-            return
         record, slo = self._policy(), self._slo()
         requested = await self._requested(record, slo)
-        if requested == self._present:
+        if self._is_set_aside or requested == self._present:
             return
         # Set first, so that a change that fails is tried only once.
         self._present = requested
         (name, parameters), _ = requested
         try:
-            self._set_intra(name, parameters, slo)
+            self._apply(name, parameters, slo)
         except ParameterError as error:
             log.error("cannot change the batch order: %s", error)
             return
@@ -116,9 +117,13 @@ class IntraSwitch:
             if self._intra != BY_POLICY:
                 raise
             log.error("using the engine's own batch order, not that of the policy: %s", error)
-            self._set_intra(ENGINE_ORDER, NO_PARAMETERS, slo)
+            self._apply(ENGINE_ORDER, NO_PARAMETERS, slo)
             return
         log.info("batch order: %r %s", name, dict(parameters))
+
+    def _apply(self, name: str, parameters: Mapping[str, Value], slo: Slo) -> None:
+        self._set_intra(name, parameters, slo)
+        self._applied = name, parameters, slo
 
     async def _requested(self, record: PolicyRecord | None, slo: Slo) -> _Requested:
         """Return the order to serve in; the engine's own for a policy that is not installed here: then only

@@ -310,7 +310,6 @@ class _WorkerBuilder:
         )
         if self._settings.profile_at_start:
             await self._profiler.at_start()
-            await self._intra_switch.update()
 
     async def serve(self, listen: str) -> None:
         """Serve gRPC and the streams of front ends. Raise ListenError."""

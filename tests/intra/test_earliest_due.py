@@ -125,11 +125,12 @@ def test_no_prompt_waits_where_late_ones_start_at_once() -> None:
 
 def test_a_prompt_is_late_once_there_is_too_little_time_for_its_prefill() -> None:
     policy = EarliestDue(ttft_slo_s=0.5)
-    short, long, longest = (policy.lapses_s(prompt(0, 100.0, tokens)) for tokens in (10, 10_000, 50_000))
-    own_s = nominal_s(10_000, 10_000**2)
+    short, long, longest = (policy.lapses_s(prompt(0, 100.0, tokens)) for tokens in (10, 5_000, 50_000))
+    own_s = nominal_s(5_000, 5_000**2)
     assert short == pytest.approx(100.5, abs=0.001)
     assert long == pytest.approx(100.5 - 1.5 * own_s)
-    assert longest == 100.0
+    # Most of it may be cached.
+    assert longest == 100.25
 
 
 def test_late_prompts_wait_no_longer_than_until_their_turn() -> None:

@@ -25,6 +25,7 @@ from tailrace.cluster import (
     RequestView,
 )
 from tailrace.handover import TRANSFERS
+from tailrace.intra.base import FEWEST_DECODING
 from tailrace.intra.earliest_due import PREFILLS, EarliestDue, due_s, nominal_s
 from tailrace.intra.registry import make_intra
 from tailrace.perf.horizon import HORIZON
@@ -441,22 +442,24 @@ def test_of_a_long_queue_the_last_prompts_are_served_after_any_arrival() -> None
 
 def test_a_late_prompt_is_waited_for_once_its_turn_has_come() -> None:
     queues, own_s = QueueColumns(1), nominal_s(1_000, 1_000_000)
-    queues.set(0, [(100.0, 1_000), (101.0, 500)], 1_500, NOMINAL, 40.0, (102.9, 2.0))
+    queues.set(0, [(100.0, 1_000), (101.0, 500)], 1_500, NOMINAL, 40.0, (101.98, 2.0))
     assert queues.ahead(own_s, 103.0).tokens[0] == 500
     assert queues.ahead(own_s, 140.0).tokens[0] == 1_500
 
 
 def test_only_where_tokens_come_too_far_apart_an_arrival_passes_late_prompts() -> None:
     late = tuple(request(f"q{n}", "w0", 4_000, 0, Phase.PREFILL) for n in range(4))
-    view = cluster(instance("w0", late, token_interval_s=0.11))
 
-    def cost_s(limit: float, tpot_slo_s: float = 0.14) -> float:
+    def cost_s(limit: float, tpot_slo_s: float = 0.14, running: int = FEWEST_DECODING) -> float:
         offers = Offers(Tailrace(tpot_slo_s=tpot_slo_s, tpot_limit=limit).costs)
-        offers.update(view, 20.0)
+        decoding = tuple(request(f"r{n}", "w0", 10, 10, Phase.ANSWERING) for n in range(running))
+        offers.update(cluster(instance("w0", (*late, *decoding), token_interval_s=0.11)), 20.0)
         return float(offers.arrival_s(Arrival("new", 1_000, 0), 0.0, 20.0)[0])
 
     assert cost_s(1.2) < cost_s(1.3) == cost_s(0.0)
     assert cost_s(1.0, DEFAULT_TPOT_S) == cost_s(0.0, DEFAULT_TPOT_S)
+    fewer = FEWEST_DECODING - 1
+    assert cost_s(1.2, running=fewer) == cost_s(0.0, running=fewer)
 
 
 def test_the_computed_part_of_a_prompt_is_not_waited_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -179,8 +180,10 @@ def simulator_grants(
     slots: int,
     interval_s: float,
     monkeypatch: pytest.MonkeyPatch,
+    leaving: frozenset[int] = frozenset(),
 ) -> Grants[Job]:
-    """Return the simulator's decisions, as its instance makes them at a step boundary."""
+    """Return the simulator's decisions, as its instance makes them at a step boundary, while these arrivals
+    are migrated."""
     spec = InstanceSpec(
         "i", PROFILE, total * BLOCK, BLOCK, max_num_seqs=slots, chunk_budget_tokens=STEP_TOKENS
     )
@@ -191,6 +194,7 @@ def simulator_grants(
         job.tokens = each.tokens
         job.first_token_s = job.reasoning_end_s = each.answering_s
         job.lapsed = each.lapsed
+        job.migrating = each.arrival in leaving
         job.instance_id = instance.instance_id
         job.prefill_total = each.total
         if each.place == "decoding":
@@ -377,6 +381,21 @@ def test_order_of_a_policy_gets_its_own_parameters() -> None:
     assert order_of_policy(PolicyRecord(name="pascal+fcfs", parameters=parameters)) == ("fcfs", {})
 
 
+@pytest.mark.parametrize(("decoding", "leaving", "admitted"), [(4, 0, False), (3, 0, True), (5, 2, True)])
+def test_prompt_waits_beside_four_that_decode_and_stay(
+    decoding: int, leaving: int, admitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = [Facts(n, 10, 0, 5, "decoding", 0) for n in range(decoding)]
+    state.append(Facts(decoding, 10, 0, 0, "queued", 0))
+    away = frozenset(range(leaving))
+    policy = ORDERS["limited"]
+    plan = worker_plan(policy, state, 1_000, 64, away, interval_s=0.06)
+    grants = simulator_grants(policy, state, 1_000, 64, 0.06, monkeypatch, away)
+    assert [m.facts.arrival for m in plan.admit] == ([decoding] if admitted else [])
+    assert [job.order for job in grants.admit] == ([decoding] if admitted else [])
+    assert plan.keeps_back == (grants.kept_back > 0) == (not admitted)
+
+
 async def test_unknown_policy_leaves_the_engine_its_own_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -422,20 +441,32 @@ async def test_engine_is_notified_only_of_changes(caplog: pytest.LogCaptureFixtu
     ]
 
 
-async def test_order_that_is_set_aside_returns_with_what_is_asked_for_then() -> None:
+async def test_order_that_is_set_aside_returns_and_changes_wait() -> None:
     record = PolicyRecord(name="pascal")
     orders: list[str] = []
-    switch = IntraSwitch(BY_POLICY, lambda: record, Slo, lambda name, _, __: orders.append(name))
+
+    def set_intra(name: str, parameters: Mapping[str, Value], slo: Slo) -> None:
+        make_intra(name, parameters, slo)
+        orders.append(name)
+
+    switch = IntraSwitch(BY_POLICY, lambda: record, Slo, set_intra)
+    await switch.update()
+    # Parameters that are not usable here leave the order before.
+    record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 0})
     await switch.update()
     with switch.set_aside():
         await switch.update()
-    await switch.update()
+    assert orders == ["pascal", "vllm", "pascal"]
+    # A change is being loaded when it begins.
+    record = PolicyRecord(name="tailrace")
+    loading = asyncio.create_task(switch.update())
+    await asyncio.sleep(0)
     with pytest.raises(RuntimeError), switch.set_aside():
-        record = PolicyRecord(name="tailrace")
-        await switch.update()
+        await loading
         raise RuntimeError
+    assert orders == ["pascal", "vllm", "pascal", "vllm", "pascal"]
     await switch.update()
-    assert orders == ["pascal", "vllm", "pascal", "vllm", "earliest_due"]
+    assert orders[-1] == "earliest_due"
 
 
 async def test_order_that_depends_on_the_pace_is_recreated_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
