@@ -259,7 +259,7 @@ class AnswerCoordinator:
         await future
 
     async def close_run(self, call: CloseCall) -> None:
-        """End a run whose HTTP response has ended."""
+        """End a run whose HTTP response has ended, or is an error: its key is free when this returns."""
         delivery = self._deliveries.get(call.answer_id)
         if delivery is None or delivery.run != call.run:
             return
@@ -268,8 +268,10 @@ class AnswerCoordinator:
         if not delivery.current or answer.removed:
             return
         if not call.begun and not answer.entries:
-            # Refused or malformed: there is no answer, and the key becomes free.
-            self._remove(answer, None)
+            # Refused or malformed: there is no answer, and the key becomes free, here and where the copy is.
+            gone = self._remove(answer, None)
+            if answer.head.key:
+                await gone.wait()
             return
         self.store.end_run(answer, call.run, call.complete, self._clock())
         self._replication.appended(answer)
@@ -417,9 +419,11 @@ class AnswerCoordinator:
             if not future.done():
                 future.set_result(None)
 
-    def _remove(self, answer: KeptAnswer, reason: RemovalReason | None) -> None:
-        self._replication.discard(answer)
+    def _remove(self, answer: KeptAnswer, reason: RemovalReason | None) -> asyncio.Event:
+        """Remove an answer; return an event that is set once its copy is gone too."""
+        gone = self._replication.discard(answer)
         self.store.remove(answer, reason)
+        return gone
 
     def _reply(self, frames: Sequence[bytes]) -> None:
         assert self._sink is not None

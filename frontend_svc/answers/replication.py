@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -65,7 +65,8 @@ class _PeerQueue:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     # Answers of which it lacks entries, oldest first.
     pending: dict[str, _Copy] = field(default_factory=dict)
-    forgotten: list[str] = field(default_factory=list)
+    # Ids of answers whose copies it has to remove; each event is set once it has, or is lost.
+    forgotten: dict[str, asyncio.Event] = field(default_factory=dict)
 
 
 class Replication:
@@ -166,14 +167,21 @@ class Replication:
             queue.pending.pop(answer.head.answer_id, None)
         self._resolve_key_check(answer.head.answer_id, True)
 
-    def discard(self, answer: KeptAnswer) -> None:
-        """Stop copying an answer that was removed, and remove its copy."""
+    def discard(self, answer: KeptAnswer) -> asyncio.Event:
+        """Stop copying an answer that was removed, and remove its copy.
+
+        Return an event that is set once there is no copy, or its front end is lost.
+        """
         copy = self._copies.get(answer.head.answer_id)
         self.stop(answer)
-        if copy is not None:
+        gone = asyncio.Event()
+        if copy is None:
+            gone.set()
+        else:
             queue = self._queue_for(copy.peer)
-            queue.forgotten.append(answer.head.answer_id)
+            queue.forgotten[answer.head.answer_id] = gone
             queue.wake.set()
+        return gone
 
     def tick(self) -> None:
         """Start copies of answers without one, if a front end is available. Called every half second."""
@@ -202,6 +210,8 @@ class Replication:
     async def close(self) -> None:
         """Cancel all calls."""
         tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
+        for queue in self._queues.values():
+            _set_all(queue.forgotten)
         self._queues.clear()
         await cancel(*tasks)
         for answer_id in list(self._key_checks):
@@ -236,8 +246,8 @@ class Replication:
 
     async def _send(self, queue: _PeerQueue) -> bool:
         """Send one batch; return False if the front end cannot be reached."""
-        request = answers_pb2.KeepRequest(frontend_id=self._frontend_id, forgotten=queue.forgotten)
-        queue.forgotten.clear()
+        forgotten, queue.forgotten = queue.forgotten, {}
+        request = answers_pb2.KeepRequest(frontend_id=self._frontend_id, forgotten=forgotten)
         sent: list[tuple[_Copy, int]] = []
         size = 0
         while queue.pending and size < _BATCH_BYTES:
@@ -265,6 +275,8 @@ class Replication:
             for copy, _ in sent:
                 self._continue_without_copy(copy)
             return True
+        finally:
+            _set_all(forgotten)
         self._on_called(self._clock() - began_s)
         refused = {refusal.answer_id: decode_refusal(refusal.reason) for refusal in reply.refused}
         for copy, entries in sent:
@@ -318,6 +330,7 @@ class Replication:
             return
         self.peers_lost += 1
         del self._queues[queue.peer.incarnation]
+        _set_all(queue.forgotten)
         if queue.task is not None and queue.task is not asyncio.current_task():
             queue.task.cancel()
         for copy in [each for each in self._copies.values() if each.peer == queue.peer]:
@@ -353,6 +366,11 @@ class Replication:
         if not future.done():
             future.set_result(confirmed)
         return True
+
+
+def _set_all(events: Mapping[str, asyncio.Event]) -> None:
+    for event in events.values():
+        event.set()
 
 
 def _replica_key(answer: KeptAnswer) -> str:

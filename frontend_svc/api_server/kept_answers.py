@@ -233,13 +233,7 @@ class KeepAnswers:
             )
         finally:
             call_of_task.reset(token)
-            closing = CloseCall(
-                answer_id=opened.answer_id, run=opened.run, complete=response.complete, begun=response.begun
-            )
-            try:
-                await frontend.close(closing)
-            except Unavailable as error:
-                log.warning("an answer was not closed: %s", error)
+            await response.close_run()
 
 
 _OURS: Final = frozenset({b"content-type", b"content-length", b"transfer-encoding", b"x-request-id"})
@@ -296,12 +290,27 @@ class _KeptResponse:
         self._ended = False
         self._denied = False
         self._tool_ids = 0
-        self.complete = False
+        self._complete = False
+        self._closed = False
 
     @property
-    def begun(self) -> bool:
-        """Return whether the response is an answer, not an error."""
+    def _begun(self) -> bool:
+        """Whether the response is an answer, not an error."""
         return self._status == HTTPStatus.OK
+
+    async def close_run(self) -> None:
+        """Tell the front end, once, that the run has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        opened = self._call.opened
+        closing = CloseCall(
+            answer_id=opened.answer_id, run=opened.run, complete=self._complete, begun=self._begun
+        )
+        try:
+            await self._frontend.close(closing)
+        except Unavailable as error:
+            log.warning("an answer was not closed: %s", error)
 
     async def send(self, message: Message) -> None:
         """Handle one ASGI message of the app."""
@@ -310,11 +319,14 @@ class _KeptResponse:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             kind = dict(message["headers"]).get(b"content-type", b"")
-            self._streams = self.begun and kind.startswith(b"text/event-stream")
+            self._streams = self._begun and kind.startswith(b"text/event-stream")
             self._start = message
-            if not self.begun or (self._streams and not self._call.opened.skip):
+            if not self._begun:
+                # A client that has read a refusal may use its key again at once.
+                await self.close_run()
+            if not self._begun or (self._streams and not self._call.opened.skip):
                 await self._send_start()
-        elif message["type"] != "http.response.body" or not self.begun:
+        elif message["type"] != "http.response.body" or not self._begun:
             await self._send(message)
         elif self._streams:
             await self._send_events(message)
@@ -341,7 +353,7 @@ class _KeptResponse:
             return
         if not more and self._rest:
             shown.append(self._rest)
-        self.complete = not more and self._ended and not self._failed
+        self._complete = not more and self._ended and not self._failed
         if shown or not more:
             await self._send_start()
             await self._send({**message, "body": b"".join(shown)})
@@ -371,7 +383,7 @@ class _KeptResponse:
         assert self._start is not None
         fields = [field for field in self._start["headers"] if field[0].lower() != b"content-length"]
         self._start["headers"] = [*fields, (b"content-length", str(len(body)).encode())]
-        self.complete = not self._client.disconnect_sent
+        self._complete = not self._client.disconnect_sent
         await self._send_start()
         await self._send({**message, "body": body})
 

@@ -368,6 +368,23 @@ async def test_evicted_answers_are_freed() -> None:
     assert not [each for each in gc.get_objects() if isinstance(each, KeptAnswer) and each.removed]
 
 
+@pytest.mark.parametrize("fate", ["deliver", "lost", "fails"])
+async def test_key_of_a_refused_request_is_free_once_its_run_is_closed(fate: str) -> None:
+    world, refused = World(), Client(0, "k")
+    await world.open("f0", refused)
+    closing = CloseCall(answer_id=refused.answer_id, run=1, complete=False, begun=False)
+    closed = asyncio.create_task(world["f0"].coordinator.close_run(closing))
+    await run_ready_tasks()
+    assert not closed.done()
+    while world.network.pending:
+        end_call(world.network, world.network.pending.pop(0), fate)
+        await run_ready_tasks()
+    await closed
+    if fate == "deliver":
+        with_key = answers_pb2.FindAnswerRequest(tenant="t", idempotency_key="k")
+        assert not [name for name in NAMES if world[name].coordinator.handle_find(with_key).answer_id]
+
+
 async def test_copy_rejected_for_lack_of_room_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(["f0", "f1"])
     world.shrink("f1", 12_000)

@@ -246,6 +246,21 @@ async def test_refused_request_begins_no_run(frontend: Frontend) -> None:
     assert frontend.closed == [CloseCall(answer_id="a", run=1, complete=False, begun=False)]
 
 
+async def test_run_is_closed_before_a_refusal_is_sent(frontend: Frontend) -> None:
+    closed_when_refused: list[int] = []
+
+    class App400(App):
+        async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+            async def observed(message: Message) -> None:
+                await send(message)
+                closed_when_refused.append(len(frontend.closed))
+
+            await super().__call__(scope, receive, observed)
+
+    await ask(App400(whole=b'{"error": {}}', status=400), idempotency_key="k")
+    assert closed_when_refused == [1, 1]
+
+
 async def test_denied_request_is_not_run(frontend: Frontend) -> None:
     denied = Denial(status=422, kind="UnprocessableEntityError", message="no")
     frontend.reply = lambda call: OpenReply(denied=denied)
