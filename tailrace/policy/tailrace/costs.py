@@ -206,8 +206,12 @@ class Offers:
             prompts = table_of(instance.requests).prompts() if backlog else ()
             # Late prompts of an instance that keeps them back let an arrival pass. Each report tells anew
             # which ones are late.
-            wait = instance.running >= FEWEST_DECODING and waits(
-                True, instance.token_interval_s, steps.decode_s(1, 0), costs.tpot_limit, costs.tpot_slo_s
+            wait = (
+                bool(prompts)
+                and instance.running >= FEWEST_DECODING
+                and waits(
+                    True, instance.token_interval_s, steps.decode_s(1, 0), costs.tpot_limit, costs.tpot_slo_s
+                )
             )
             late = (now, costs.ttft_slo_s) if wait else None
             self._queues.set(n, prompts, backlog, steps, costs.late_s, late)
