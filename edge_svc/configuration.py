@@ -88,6 +88,9 @@ _SLACK_BYTES: Final = 1 << 20
 # API server, which ends such a stream, notices. In 16 KiB Envoy reads a token with the least work.
 _ANSWER_BYTES: Final = 1 << 14
 _HEADERS_MAX: Final = 100
+# What Envoy and the edge add to a client's. A request with more than both Envoy refuses with 431, and one to
+# which no more can be added with 500.
+_ADDED_HEADERS: Final = 10
 # Without headers that tell strangers about the fleet.
 _ROUTER: Final = {"suppress_envoy_headers": True}
 # When a client whose model has no front end at the moment may try again.
@@ -371,7 +374,12 @@ def _listener(
         # Of a whole answer, kept for an HTTP/2 client that reads others, not this. One that is not whole yet
         # is the API server's, which ends it after the same time.
         "stream_flush_timeout": _seconds(CLIENT_GIVE_UP_S),
-        "common_http_protocol_options": {"idle_timeout": "300s", "max_headers_count": _HEADERS_MAX},
+        "common_http_protocol_options": {
+            "idle_timeout": "300s",
+            "max_headers_count": _HEADERS_MAX + _ADDED_HEADERS,
+        },
+        # What some proxies and probes speak by default; it may come without a host.
+        "http_protocol_options": {"accept_http_10": True, "default_host_for_http_10": "localhost"},
         "http2_protocol_options": {
             "max_concurrent_streams": 1_000,
             "initial_stream_window_size": 1 << 18,
@@ -556,9 +564,10 @@ def _own_answers(bounds: Bounds) -> dict[str, Any]:
         413: bounds.too_large,
         431: f"The headers are larger than {bounds.max_header_kib} KiB, or more than {_HEADERS_MAX}.",
     }
-    # What the edge has said stays.
+    # What the edge has said stays. It never says 500: Envoy does, where headers do not fit.
     mappers: list[dict[str, Any]] = [
         {"filter": _is_status(UNAVAILABLE), "status_code": 503},
+        {"filter": _is_status(500), "status_code": 431, "body_format_override": _error(texts[431])},
         {"filter": {"response_flag_filter": {"flags": ["UAEX"]}}},
     ]
     for status, text in texts.items():

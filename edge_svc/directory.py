@@ -52,11 +52,32 @@ _NO_TOOLS: Final = _UNSET | {b"[]"}
 _FREE_CHOICE: Final = _UNSET | {b'"auto"'}
 # A list of prompts in place of one, or of its tokens.
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
+# A message may be without one that is neither an answer nor a tool call; vllm-rs refuses it.
+_NO_CONTENT: Final = _UNSET | {b"[]"}
 # Of a content part with an image, audio or video: which of them vllm-rs can prepare depends on the model.
 _MEDIA: Final = (b'"image_', b'"audio_', b'"video_', b'"input_audio"')
 _NOTHING: Final = msgspec.Raw(b"")
 # Names that are remembered after their front ends have gone.
 _GONE_MAX: Final = 1_000
+
+
+class _Function(msgspec.Struct):
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct):
+    """What of a chat's message decides whether vllm-rs takes it."""
+
+    role: str = ""
+    content: msgspec.Raw = _NOTHING
+    tool_calls: list[_ToolCall] | None = None
+
+
+_messages: Final = msgspec.json.Decoder(list[_Message])
 
 
 class Asked(msgspec.Struct):
@@ -235,7 +256,41 @@ def _rust_can(path: str, asked: Asked, parses_tools: bool) -> bool:
         return False
     if path in GENERATING and not _rust_can_generate(asked, parses_tools):
         return False
+    if messages and not _rust_takes(messages):
+        return False
     return all(bytes(getattr(asked, name)) in values for name, values in _RUST_FIELDS.items())
+
+
+def _rust_takes(messages: bytes) -> bool:
+    """Return whether vllm-rs takes a chat as the Python app does.
+
+    It answers 400 to a message without content, to the role `function` and to a refusal as content, and 500
+    to a tool call whose arguments are empty or cut, which agents send back as they got them.
+    """
+    try:
+        chat = _messages.decode(messages)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        # Whoever answers refuses it.
+        return True
+    for message in chat:
+        content = bytes(message.content)
+        if message.role == "function" or (content[:1] == b"[" and b'"refusal"' in content):
+            return False
+        if content in _NO_CONTENT and not message.tool_calls:
+            return False
+        if not all(_is_json(call.function.arguments) for call in message.tool_calls or () if call.function):
+            return False
+    return True
+
+
+def _is_json(arguments: str | None) -> bool:
+    if arguments is None:
+        return True
+    try:
+        msgspec.json.decode(arguments, type=msgspec.Raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True
 
 
 def _rust_can_generate(asked: Asked, parses_tools: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -41,6 +42,8 @@ from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Holder, Tenant
 from tailrace.wire.requests import OURS, pace_in
+
+log = logging.getLogger(__name__)
 
 # How the name of one of Tailrace's arguments in vllm_xargs begins, and the longest text that has one.
 _OUR_ARGUMENT: Final = f'"{OURS}'.encode()
@@ -174,7 +177,8 @@ class Answers:
         if served is None:
             self._requests.labels("no model").inc()
             return self._unknown(asked.model)
-        cluster = served.cluster(path, asked)
+        chosen = served
+        cluster = await _apart(body, lambda: chosen.cluster(path, asked))
         headers: dict[str, str] = {}
         if request.method == "OPTIONS":
             # Any of them answers it: none is started for it.
@@ -292,7 +296,14 @@ class Answers:
 
 def _to_envoy(handler: Handler) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
-        reply = await handler(request)
+        try:
+            reply = await handler(request)
+        except web.HTTPException:
+            raise
+        except Exception:  # a request that nobody foresaw fails alone
+            log.exception("%s cannot be handled", printable(request.path[:_NAME_MAX]))
+            message = "This request could not be handled; try again."
+            reply = _error(HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError", message, _LATER)
         if reply.status == HTTPStatus.SERVICE_UNAVAILABLE:
             reply.set_status(UNAVAILABLE)
         return reply

@@ -42,7 +42,8 @@ MAX_WAITING: Final = 1_024
 """New grammars of one tenant that may wait. Its turn comes after one of each other tenant."""
 # Longest wait for a turn, and for a process to import vLLM.
 _WAIT_S: Final = 60.0
-_START_S: Final = 120.0
+# It imports vLLM: 5 s, or minutes on a machine that is busy, where one that is ended would only start again.
+_START_S: Final = 600.0
 # For a process that is ready to say so, beyond the bound of its check.
 _ANSWER_S: Final = 5.0
 _CACHE_BYTES: Final = 8 << 20
@@ -168,20 +169,24 @@ class Grammars:
             del self._tasks[digest]
 
     def _check(self, pickled: bytes) -> Verdict:
-        try:
-            if self._process is None:
-                self._process = GrammarProcess()
-                if self._closed:
-                    raise EOFError
-                self._process.begin(self._config)
-            return self._process.check(pickled)
-        except (EOFError, OSError, TimeoutError) as error:
-            if not self._closed:
-                _log.warning("the process that checks grammars is replaced: %r", error)
-            if self._process is not None:
-                self._process.close()
-                self._process = None
-            return LATE
+        # One that has died since the last grammar does not cost this one its verdict.
+        for may_be_dead in (self._process is not None, False):
+            try:
+                if self._process is None:
+                    self._process = GrammarProcess()
+                    if self._closed:
+                        raise EOFError
+                    self._process.begin(self._config)
+                return self._process.check(pickled)
+            except (EOFError, OSError, TimeoutError) as error:
+                if not self._closed:
+                    _log.warning("the process that checks grammars is replaced: %r", error)
+                if self._process is not None:
+                    self._process.close()
+                    self._process = None
+                if self._closed or not may_be_dead or isinstance(error, TimeoutError):
+                    break
+        return LATE
 
     def close(self) -> None:
         """End the process."""

@@ -162,13 +162,17 @@ class RequireApiKey:
 
 
 def is_open(scope: Message) -> bool:
-    """Return whether a request needs no key: for one of OPEN_PATHS, or a browser's preflight request, which
-    has none and which vLLM's app answers without a handler."""
-    if scope["type"] != "http":
+    """Return whether a request needs no key: for one of OPEN_PATHS, or a browser's preflight request."""
+    return scope["type"] == "http" and (is_preflight(scope) or path_of(scope) in OPEN_PATHS)
+
+
+def is_preflight(scope: Message) -> bool:
+    """Return whether a browser asks whether a page may send a request: it has no key, and vLLM's app answers
+    without a handler."""
+    if scope["type"] != "http" or scope["method"] != "OPTIONS":
         return False
     names = {name for name, _ in scope["headers"]}
-    is_preflight = scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
-    return is_preflight or path_of(scope) in OPEN_PATHS
+    return {b"origin", b"access-control-request-method"} <= names
 
 
 READY_PATH: Final = "/ready"

@@ -5,6 +5,7 @@ python -m frontend_svc.api_server.python_child BOOT_JSON VLLM_SERVE_ARG...
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from tailrace.collector import collector_paused
@@ -15,6 +16,9 @@ def main() -> None:
     """Entry point."""
     # vLLM and uvicorn have handlers of their own; this is for the rest.
     start_logging("WARNING")
+    # A library that vLLM imports sets the root logger to ERROR.
+    for ours in ("frontend_svc", "tailrace"):
+        logging.getLogger(ours).setLevel(logging.WARNING)
     with collector_paused():
         require_no_device()
         from frontend_svc.api_server.python_app import run

@@ -11,7 +11,16 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, path_of, send_error
+from frontend_svc.api_server.middleware import (
+    App,
+    Message,
+    Receive,
+    Send,
+    headers_of,
+    is_preflight,
+    path_of,
+    send_error,
+)
 from tailrace.tenancy.file import KeyFile
 from tailrace.tenancy.keys import KEY_REQUIRED, Tenant
 from tailrace.tenancy.meter import LimitExceeded, Meter
@@ -76,7 +85,7 @@ class TenantAdmission:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
-        if path in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+        if is_preflight(scope) or (path in OPEN_PATHS and scope["method"] in ("GET", "HEAD")):
             await self._app(scope, receive, send)
             return
         tenant = tenants.owner(scope)

@@ -36,6 +36,7 @@ LARGE_BODY_BYTES: Final = 1 << 18
 # By byte: what it adds to the level of nesting.
 _LEVELS: Final = np.zeros(256, np.int8)
 _LEVELS[[*b"[{"]], _LEVELS[[*b"]}"]] = 1, -1
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _QUOTE: Final = ord('"')
 _BACKSLASH: Final = ord("\\")
 _LONE_SURROGATE: Final = "has a lone surrogate (half of a UTF-16 pair), which is not valid Unicode."
@@ -139,6 +140,8 @@ def problem_with_body(body: bytes) -> str:
             body.decode()
         except UnicodeDecodeError as error:
             return f"The body is not UTF-8: {error.reason} at byte {error.start}."
+    if body.startswith(_BYTE_ORDER_MARK):
+        return "The body begins with a byte order mark, which JSON may not have: send it without."
     # Python's parser takes UTF-16 and UTF-32 as well, whose ASCII characters have null bytes.
     if b"\0" in body:
         return "The body is not UTF-8: it has null bytes."

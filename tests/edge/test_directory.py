@@ -66,6 +66,29 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
     assert [list(each.addresses) for each in found.clusters] == [["127.0.0.1:1"]]
 
 
+CHAT = "/v1/chat/completions"
+CALLS = '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "%s"}}]}]'
+# Chats, and whether vllm-rs takes them.
+CHATS = (
+    ('[{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"text": "b"}]}]', True),
+    (CALLS % "{}", True),
+    (CALLS % r"{\"a\": [1]}", True),
+    (CALLS % "", False),
+    (CALLS % "{", False),
+    (CALLS % ("[" * 100_000), False),
+    ('[{"role": "assistant", "content": null}]', False),
+    ('[{"role": "assistant", "content": null, "tool_calls": [{"function": {"arguments": "1"}}]}]', True),
+    ('[{"role": "user"}]', False),
+    ('[{"role": "user", "content": []}]', False),
+    ('[{"role": "function", "name": "f", "content": "a"}]', False),
+    ('[{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]', False),
+    # What is no chat, whoever answers refuses.
+    ('"a"', True),
+    ("[1]", True),
+    ("[" * 100_000, True),
+)
+
+
 @pytest.mark.parametrize(
     ("path", "asked", "rust"),
     [
@@ -85,6 +108,7 @@ def test_front_ends_that_share_a_port_are_one_endpoint() -> None:
         ("/v1/chat/completions", Asked(messages=msgspec.Raw(b'[{"type": "image_url"}]')), False),
         ("/v1/chat/completions", Asked(messages=msgspec.Raw(b'[{"content": "image_url"}]')), False),
         ("/v1/chat/completions", Asked(messages=msgspec.Raw(b'[{"content": "an image_url"}]')), True),
+        *((CHAT, Asked(messages=msgspec.Raw(chat.encode())), rust) for chat, rust in CHATS),
         ("/v1/completions", Asked(bad_words=msgspec.Raw(b'["a"]')), False),
         ("/v1/completions", Asked(bad_words=msgspec.Raw(b"[]")), True),
         ("/v1/completions", Asked(repetition_detection=msgspec.Raw(b"{}")), False),

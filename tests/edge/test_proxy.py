@@ -147,3 +147,41 @@ async def test_a_whole_answer_that_an_http2_client_does_not_read_is_reset(
                     assert event.stream_id == unread
         writer.close()
     assert taken == size
+
+
+async def test_http_1_0_is_answered_also_without_a_host(tmp_path: Path) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="whole")
+
+    async with proxied(tmp_path, "/v1/answer", answer) as port:
+        for host in ("", "host: edge\r\n"):
+            for path, status in (("/v1/answer?model=first", b"200"), ("/health", b"200"), ("/none", b"404")):
+                reply = await exchange(port, f"GET {path} HTTP/1.0\r\n{host}\r\n")
+                assert reply.split()[1] == status, reply
+
+
+async def test_too_many_headers_are_refused_whoever_counts_them(tmp_path: Path) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="whole")
+
+    found: dict[int, bytes] = {}
+    async with proxied(tmp_path, "/v1/answer", answer) as port:
+        for count in range(96, 116):
+            fields = "".join(f"x-{n}: 1\r\n" for n in range(count - 1))
+            request = (
+                f"GET /v1/answer?model=first HTTP/1.1\r\nhost: edge\r\nconnection: close\r\n{fields}\r\n"
+            )
+            reply = found[count] = await exchange(port, request)
+            assert reply.split()[1] == b"200" or (reply.split()[1] == b"431" and b"more than 100" in reply)
+    assert [found[count].split()[1] for count in (99, 100, 112, 115)] == [b"200", b"200", b"431", b"431"]
+
+
+async def exchange(port: int, request: str) -> bytes:
+    """Send a request, after whose answer the connection ends; return the answer."""
+    async with asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(request.encode())
+            return await reader.read()
+        finally:
+            writer.close()

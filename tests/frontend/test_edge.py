@@ -337,9 +337,10 @@ def nested(levels: int) -> str:
         (r'"\ud83d"', "The body has a lone surrogate"),
         (b'{"stop": "\xed\xa0\x80"}', "The body is not UTF-8"),
         ('{"stop": "x"}'.encode("utf-16-le"), "The body is not UTF-8"),
+        ('{"stop": "x"}'.encode("utf-8-sig"), "begins with a byte order mark"),
         ('{"stop": "' + r"\ud800" * 50_000 + '"}', "has a lone surrogate"),
     ],
-    ids=["deep", "deeper", "surrogate", "key", "text", "raw", "utf-16", "large"],
+    ids=["deep", "deeper", "surrogate", "key", "text", "raw", "utf-16", "mark", "large"],
 )
 async def test_body_that_vllm_cannot_handle_is_refused(body: bytes | str, reason: str) -> None:
     reply = await ask(body)

@@ -125,6 +125,16 @@ def error_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, error["type"]
 
 
+async def test_a_preflight_needs_no_key(admission: AdmissionClient) -> None:
+    asks = {"origin": "http://page", "access-control-request-method": "POST"}
+    transport = httpx.ASGITransport(TenantAdmission(RequestLimits(admission.app)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+        assert (await client.options(CHAT, headers=asks)).status_code == 200
+        for headers in ({}, {"origin": "http://page"}):
+            assert error_of(await client.options(CHAT, headers=headers)) == (401, "AuthenticationError")
+        assert error_of(await client.post(CHAT, headers=asks)) == (401, "AuthenticationError")
+
+
 async def test_valid_key_is_admitted(admission: AdmissionClient) -> None:
     answer = await admission.ask("free", body={"model": "x", "n": 1})
     assert answer.json() == {"tenant": "free", "body": '{"model": "x", "n": 1}'}
