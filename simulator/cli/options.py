@@ -235,6 +235,9 @@ def simulation_errors() -> Iterator[None]:
         yield
     except WorkloadError as error:
         raise UsageProblem(f"workload: {error}") from error
+    except (ParameterError, UnknownSetupError) as error:
+        # A policy that needs SLOs is made with them when a run begins.
+        raise UsageProblem(f"POLICY: {error}") from error
     except (SimulationError, TaskError) as error:
         raise CliError(str(error)) from error
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from tailrace.address import parse_address
 from tailrace.cli.admin import CALL_TIMEOUT_S, address_option, connect
 from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.fleet_file import (
@@ -26,13 +27,14 @@ from tailrace.cli.fleet_file import (
 )
 from tailrace.cli.output import note
 from tailrace.cli.set import policy_text
-from tailrace.cli.up import on_this_machine
+from tailrace.cli.up import on_this_machine, require_startable
 from tailrace.fleet.hosts import ANYWHERE, own_admins
 from tailrace.fleet.hosts import admin as admin_address
 from tailrace.local.certificates import OPERATOR, certify, transport_of
 from tailrace.local.change import Changes, compare, differing, scaling_changes, within
 from tailrace.local.options import DEFAULT_CLUSTER, MONITOR_TRACES, ClusterOptions, Front, OwnCluster
 from tailrace.local.plan import SPANS, PartSpec, Plan, Tier, environment_of
+from tailrace.local.ports import PortUnavailable, require_free
 from tailrace.local.process import PartFailed
 from tailrace.local.progress import make_progress
 from tailrace.local.restart import Restarter
@@ -88,15 +90,18 @@ def apply(
     folder = RunFolder.nearest()
     try:
         # Another user's cluster cannot be read.
-        state = None if admin else folder.read()
-        if state is None:
+        if admin or folder.read() is None:
             _apply_afar(source, admin, model, dry_run, yes)
             return
-        if not state.ready:
-            raise CliError("the cluster of this folder is not complete; tailrace down stops it")
         with folder.locked():
+            # Another command may have changed it meanwhile.
+            state = folder.read()
+            if state is None:
+                raise CliError("the cluster of this folder has just been stopped")
+            if not state.ready:
+                raise CliError("the cluster of this folder is not complete; tailrace down stops it")
             _apply_here(source, folder, state, host_of(source, on or state.host or None), dry_run, yes, force)
-    except (RunFolderBusy, RunFolderUnusable, PartFailed) as error:
+    except (RunFolderBusy, RunFolderUnusable, PartFailed, PortUnavailable) as error:
         raise CliError(str(error)) from error
 
 
@@ -127,6 +132,11 @@ def _apply_here(
         raise UsageProblem(
             f"this folder's cluster runs host {state.host or '-'} of its file, not {host or '-'}"
         )
+    for part in state.staying:
+        if part.tier is Tier.ETCD and not part.identity.alive():
+            raise CliError(
+                f"{part.name} has ended, which keeps the fleet's state: tailrace restart {part.name}"
+            )
     options = on_this_machine(_as_running(options_of(source), state), source.fleet.model.number)
     plan = plan_here(options, folder, source, host)
     if bool(plan.certificates) != bool(state.certificates):
@@ -134,6 +144,7 @@ def _apply_here(
     environment = _environment(plan, state, options)
     changes = _changes(plan, state, environment)
     require_possible(changes, state.parts)
+    _require_startable(changes, state.parts, options, host)
     answering, new = _own_clusters(options, plan, state)
     settings = [_settings(source, None), *(_settings(source, None, model) for model in answering)]
     lines = [
@@ -155,6 +166,25 @@ def _apply_here(
     state.policy = options.policy
     folder.write(state)
     click.echo("applied")
+
+
+def _require_startable(changes: Changes, running: Sequence[Part], options: ClusterOptions, host: str) -> None:
+    """Check what is started before anything is stopped for it. Raise UsageProblem if a worker or a front end
+    would refuse what it is given, PortUnavailable if users' address is taken."""
+    started = [spec.name for spec in (*changes.added, *changes.changed)]
+    ours = {_address(part.spec) for part in running}
+    for spec in (*changes.added, *changes.changed):
+        if spec.http and _address(spec) not in ours:
+            require_free(*parse_address(_address(spec)))
+    for model in options.models:
+        names = f"{model.prefix}{Tier.WORKER.value}", f"{model.prefix}{Tier.FRONTEND.value}"
+        if any(name.startswith(names) for name in started):
+            require_startable("apply", model, host)
+
+
+def _address(spec: PartSpec) -> str:
+    """Return users' address of a part, HOST:PORT; empty if it has none."""
+    return spec.http.partition("://")[2]
 
 
 def _own_clusters(

@@ -19,6 +19,7 @@ from tailrace.cli.fleet_file import file_option, host_of, options_of, plans, rea
 from tailrace.cli.line import ranks_of
 from tailrace.cli.line_check import refusal
 from tailrace.cli.output import Output, note, output_option, print_json
+from tailrace.cli.plain import JsonValue
 from tailrace.cli.tables import instance_word
 from tailrace.fleet.file import Fleet
 from tailrace.fleet.hosts import ANYWHERE, endpoints, own_admins
@@ -137,7 +138,10 @@ def doctor(
     findings = [*check_host(host), *flags, *map(_has_ended, ended), *fleet_findings]
     problems = sum(finding.verdict is Verdict.PROBLEM for finding in findings)
     if output is Output.JSON:
-        print_json({"findings": [asdict(finding) for finding in findings], "problems": problems})
+        listed: list[JsonValue] = [
+            {**asdict(finding), "verdict": finding.verdict.value} for finding in findings
+        ]
+        print_json({"findings": listed, "problems": problems})
     else:
         for finding in findings:
             click.echo(f"{_MARKS[finding.verdict]:8} {finding.subject}: {finding.detail}")

@@ -39,6 +39,10 @@ def drain(instance: str, undrain: bool, timeout_s: float, output: Output, admin:
             for event in connection.stub.Drain(request, timeout=timeout_s):
                 note(event.message or f"{instance}: {event.remaining} requests left")
                 last = event
+        except KeyboardInterrupt:
+            raise CliError(
+                "interrupted; the drain continues, and the same command waits for it again"
+            ) from None
         except grpc.RpcError as error:
             expired = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if last is None or not expired:

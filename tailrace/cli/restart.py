@@ -33,6 +33,7 @@ def restart(names: tuple[str, ...], everything: bool, timeout_s: float) -> None:
 
     Each one is stopped, finishes or hands over its work, is started again with the same options, and must be
     in use before the next one is stopped. A process that has exited is started. Names are those of .run/logs.
+    Ctrl-C ends the command after the process in progress.
     """
     if bool(names) == everything:
         raise UsageProblem("name the processes to restart, or pass --all")

@@ -220,8 +220,11 @@ def _already_up(folder: RunFolder) -> RunState | None:
         if part.name in ended and part.tier is not Tier.CONSOLE and part.name not in free
     ]
     if ended or not state.ready:
-        problem = f"{', '.join(ended)} ended" if ended else "it never became ready"
-        raise CliError(f"a cluster is already running, but incomplete ({problem}); tailrace down stops it")
+        if ended and state.ready:
+            problem = f"{', '.join(ended)} ended); tailrace restart {' '.join(ended)} starts what has ended"
+        else:
+            problem = "it never became ready); tailrace down stops it"
+        raise CliError(f"a cluster is already running, but incomplete ({problem}")
     return state
 
 
@@ -277,11 +280,8 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
         here = {part.option("--model") for part in plan.parts}
         for model in options.models:
             if model.model in here:
-                require_files(model.model, model.line.flags)
                 require_installed(model, lambda text: note(f"tailrace up: {text}"))
-                # Of users' addresses and keys a host's file has been checked as a whole.
-                given = (*model.frontend_arguments, *(("--insecure",) if host else ()))
-                _check_line(replace(model, frontend_arguments=given))
+                require_startable("up", model, host)
         if plan.tier(Tier.EDGE):
             require_proxy()
             require_free(*parse_address(options.edge))
@@ -297,16 +297,22 @@ def _plan(options: ClusterOptions, folder: RunFolder, file: FleetFile | None, ho
                 (Identity(Role(part.role), part.name) for part in plan.parts if part.role),
             )
         return plan
-    except ModelFolderError as error:
-        raise UsageProblem(str(error)) from error
     except (Missing, PortUnavailable, EtcdNotFoundError) as error:
         raise CliError(str(error)) from error
     except OSError as error:
         raise RunFolderUnusable.of(folder.path, error) from error
 
 
-def _check_line(options: ClusterOptions) -> None:
-    """Raise UsageProblem if a service or vLLM would refuse what was given, once it is started."""
+def require_startable(command: str, options: ClusterOptions, host: str) -> None:
+    """Raise UsageProblem if a service or vLLM would refuse what the options' first model is given, once it is
+    started. `host`: of a fleet on several, or empty."""
+    try:
+        require_files(options.model, options.line.flags)
+    except ModelFolderError as error:
+        raise UsageProblem(str(error)) from error
+    # Of users' addresses and keys a host's file has been checked as a whole.
+    insecure = ("--insecure",) if host else ()
+    options = replace(options, frontend_arguments=(*options.frontend_arguments, *insecure))
     defaults = replace(
         options,
         line=NO_LINE,
@@ -317,7 +323,7 @@ def _check_line(options: ClusterOptions) -> None:
     if options == defaults:
         return
     if loads_vllm(options):
-        note("tailrace up: checking the flags, for which vLLM is loaded")
+        note(f"tailrace {command}: checking the flags, for which vLLM is loaded")
     if problem := refusal(options):
         raise UsageProblem(problem)
 

@@ -6,6 +6,7 @@ Pure: no I/O; callers pass the time in seconds of their monotonic clock.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -25,6 +26,7 @@ from tailrace.cluster import (
 )
 from tailrace.control.cluster_model import ClusterModel, ModelGroups, PartialViews
 from tailrace.control.events import (
+    Arrived,
     CacheListed,
     CopyOrdered,
     CopySettled,
@@ -38,6 +40,7 @@ from tailrace.control.events import (
     PoolSettled,
     Reported,
     ReportsStopped,
+    Ticked,
 )
 from tailrace.control.hot_prefixes import HotTracker
 from tailrace.control.known_cache import KnownCache
@@ -49,7 +52,7 @@ from tailrace.control.recording import (
     RecordedPlacement,
     RecordedWhere,
 )
-from tailrace.control.reported_instance import ReportedInstance
+from tailrace.control.reported_instance import UNREPORTED_S, ReportedInstance
 from tailrace.lengths import LengthStatistics, LengthWindow
 from tailrace.perf.measured import Measured
 from tailrace.records import InstanceRecord, ProfileRecord
@@ -98,6 +101,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.hot = HotTracker(self)
         self.recent = RecentAnswers()
         self._locations: dict[str, RequestLocation] = {}
+        # Recent placements, oldest first: time, request and instance.
+        self._placed: deque[tuple[float, str, str]] = deque()
         # Open migrations by request: source, and target if known.
         self._migrating: dict[str, tuple[str, str | None]] = {}
         self._records: Mapping[str, InstanceRecord] = {}
@@ -153,6 +158,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
                 self.hot.add_copy(event.copy, event.now_s)
             case CopySettled():
                 self.hot.end_copy(event.target_id, event.now_s)
+            case Arrived() | Ticked():
+                self._forget_unreported(event.now_s)
             case _:
                 pass
         return []
@@ -289,8 +296,18 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         forgotten = tracked.place(request, now_s, found_tokens)
         if forgotten is not None:
             self._request_left(forgotten, instance_id)
+        self._placed.append((now_s, arrival.request_id, instance_id))
         self._locations[arrival.request_id] = RequestLocation(instance_id, epoch, Phase.PREFILL)
         self._mark_dirty(instance_id)
+
+    def _forget_unreported(self, now_s: float) -> None:
+        """Forget placements that no report has confirmed or ruled out for long."""
+        while self._placed and now_s - self._placed[0][0] > UNREPORTED_S:
+            placed_s, request_id, instance_id = self._placed.popleft()
+            tracked = self._known.get(instance_id)
+            if tracked is not None and tracked.forget_unreported(request_id, placed_s):
+                self._request_left(request_id, instance_id)
+                self._mark_dirty(instance_id)
 
     def _open_migration(self, request: RequestView, target_id: str | None) -> None:
         """Add an open migration of the request and the KV that it will take. `target_id` None: not known
@@ -523,6 +540,13 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self._locations = {
             w.request_id: RequestLocation(w.instance_id, w.epoch, w.phase) for w in model.where
         }
+        self._placed = deque(
+            sorted(
+                (pending.placed, request_id, name)
+                for name, known in self._known.items()
+                for request_id, pending in known.pending.items()
+            )
+        )
         self._migrating = dict(model.migrating)
         self._pool_orders = {name: PoolOrder(name, before, pool) for name, before, pool in model.ordered}
         self._lengths = LengthWindow.restored(model.lengths) if model.lengths is not None else None

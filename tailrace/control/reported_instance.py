@@ -20,6 +20,9 @@ from tailrace.v1 import monitor_pb2
 
 # Seconds after which a placed request that no report shows has never arrived, or has already gone.
 _PENDING_S: Final = 2.0
+UNREPORTED_S: Final = 2 * _PENDING_S
+"""Seconds after which a placed request is forgotten although no report has come since: it would count forever
+on an instance of which nothing is heard."""
 # Pending placements that are kept while no report arrives.
 _PENDING_MAX: Final = 1_024
 
@@ -120,6 +123,14 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         pending = PendingRequest(request.context_tokens, cached_tokens, now_s, request)
         self.add_pending(request.request_id, pending)
         return forgotten
+
+    def forget_unreported(self, request_id: str, placed_s: float) -> bool:
+        """Forget a request that was placed then and is still pending; return whether there was one."""
+        pending = self.pending.get(request_id)
+        if pending is None or pending.placed != placed_s:
+            return False
+        self.remove_pending(request_id)
+        return True
 
     def enter_phase(self, event: monitor_pb2.PhaseEvent) -> RequestView | None:
         """Apply a phase event; return the request, or None if the phase is unknown."""

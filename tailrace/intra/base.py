@@ -147,5 +147,8 @@ class IntraPolicy(Parametrized, ABC):
         return False
 
     def prefill_budget(self, step_tokens: int, decoding: int) -> int:
-        """Return the prompt tokens that a step of `step_tokens` may compute beside `decoding` decodes."""
+        """Return the prompt tokens that a step of `step_tokens` may compute beside `decoding` decodes.
+
+        Without decodes they are above 0, or nothing would ever run.
+        """
         return max(0, step_tokens - decoding)

@@ -116,7 +116,8 @@ class GuardedOrder(IntraPolicy):
         return self._ask(
             "prefill_budget",
             lambda: self._order.prefill_budget(step_tokens, decoding),
-            _is_budget,
+            # None beside nothing: no request would ever run again.
+            lambda budget: _is_budget(budget) and (budget > 0 or decoding > 0 or step_tokens == 0),
             max(0, step_tokens - decoding),
         )
 

@@ -42,7 +42,11 @@ class Progress:
         if step is Step.STARTING:
             self._started_s[name] = time.monotonic()
         took = f" after {time.monotonic() - self._started_s[name]:.1f} s" if step is Step.READY else ""
-        print(f"{self._command}: {name} {step}{took}", file=sys.stderr, flush=True)
+        self.say(f"{name} {step}{took}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(f"{self._command}: {text}", file=sys.stderr, flush=True)
 
 
 class LiveProgress(Progress):
@@ -77,6 +81,10 @@ class LiveProgress(Progress):
         elif name in self._started_s:
             self._took_s[name] = now - self._started_s[name]
         self._steps[name] = step
+
+    def say(self, text: str) -> None:
+        """Print a line above the list."""
+        self._live.console.print(text, markup=False, highlight=False)
 
     def _table(self) -> Table:
         from rich.table import Table

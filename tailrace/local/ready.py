@@ -65,6 +65,8 @@ async def wait_ready(process: PartProcess, progress: Progress, certificates: str
             while not await is_ready(spec, transport):
                 process.check()
                 await asyncio.sleep(_POLL_S)
+        # Else another process has answered, at the same address.
+        process.check()
     except TimeoutError:
         progress.show(spec.name, Step.FAILED)
         raise process.timed_out() from None

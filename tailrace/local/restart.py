@@ -55,10 +55,23 @@ class Restarter:
     ) -> Restarted:
         """Stop a part if it is running, and start it again, as changed; return once the cluster uses it.
 
-        Raise KeyError for an unknown part, PartFailed if it does not start; it is down then. Raise
-        RunFolderUnusable if the state cannot be written, as on a full disk; the part goes on then, or is down
-        if the disk has filled up meanwhile.
+        If this is cancelled, it is done to its end first, so that the part is not left down. Raise KeyError
+        for an unknown part, PartFailed if it does not start; it is down then. Raise RunFolderUnusable if the
+        state cannot be written, as on a full disk; the part goes on then, or is down if the disk has filled
+        up meanwhile.
         """
+        restarting = asyncio.create_task(self._restart(name, drain_s, changed), name=f"restart {name}")
+        try:
+            return await asyncio.shield(restarting)
+        except asyncio.CancelledError:
+            if not restarting.done():
+                self._progress.say(
+                    f"interrupted: {name} is still restarted; once more leaves it as it is then"
+                )
+                await restarting
+            raise
+
+    async def _restart(self, name: str, drain_s: float, changed: PartSpec | None) -> Restarted:
         number, part = {part.name: (number, part) for number, part in enumerate(self._state.parts)}[name]
         spec = changed or part.spec
         before = await self._active()

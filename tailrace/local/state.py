@@ -280,7 +280,9 @@ class RunFolder:
             deadline = time.monotonic() + patience_s
             while not _try_lock(file):
                 if time.monotonic() >= deadline:
-                    raise RunFolderBusy(f"another tailrace up or down is running in {self.path}")
+                    raise RunFolderBusy(
+                        f"another command (tailrace up, down, restart, apply) is changing {self.path}"
+                    )
                 time.sleep(_POLL_S)
             yield
 

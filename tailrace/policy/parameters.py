@@ -57,6 +57,10 @@ class Parameter:
         """Raise TypeError or ValueError for a contradictory declaration."""
         if self.type not in _TYPE_NAMES:
             raise TypeError(f"parameter {self.name!r}: {self.default!r} is not a bool, int, float or str")
+        if not all(isinstance(text, str) for text in (self.description, self.unit, self.source)):
+            raise TypeError(f"parameter {self.name!r}: description, unit and source are texts")
+        if type(self.choices) is not tuple or not all(isinstance(each, str) for each in self.choices):
+            raise TypeError(f"parameter {self.name!r}: choices is {self.choices!r}, not a tuple of texts")
         if self.choices and self.type is not str:
             raise TypeError(f"parameter {self.name!r}: only a str parameter has choices")
         try:

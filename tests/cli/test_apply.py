@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+from tailrace.local.plan import Tier
 from tailrace.tiny import MODEL_PATH
 from tests.fleet.files import BEHIND_EDGES, PODS, TWO_HOSTS, changed
 from tests.harness.processes import FAST_FRONT, wait_until
@@ -91,10 +96,36 @@ def test_a_cluster_follows_its_file_under_load(here: FleetFolder) -> None:
     assert len({chat.answer for _, chat in load.answers}) == 1
     assert here.apply() == "nothing to change: the cluster is as the file says\n"
 
+    # What would not start is refused before anything stops.
+    for wrong, reason in (
+        ({"sim": ["speed=1"], "max-num-seqs": "abc"}, "--max-num-seqs"),
+        ({"sim": ["speed=1"], "max-modle-len": 4096}, "--max-modle-len"),
+    ):
+        here.write(policy={"name": "tailrace"}, flags=wrong)
+        for how in ("--dry-run", "--yes"):
+            refused = here.tailrace("apply", "-f", "fleet.yaml", how)
+            assert refused.returncode == 2 and reason in refused.stderr, refused.stdout + refused.stderr
+    port = here.port
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        here.port = taken.getsockname()[1]
+        here.write(policy={"name": "tailrace"}, flags={"sim": ["speed=1"]})
+        refused = here.tailrace("apply", "-f", "fleet.yaml", "--yes")
+        assert refused.returncode == 1 and "is in use" in refused.stderr, refused.stderr
+    here.port = port
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
     here.write(replicas=2, policy={"name": "tailrace"}, flags={"sim": ["speed=1"], "encrypt-kv": True})
     asked = here.tailrace("apply", "-f", "fleet.yaml")
     assert asked.returncode == 2
     assert "--yes: needed where nobody can be asked" in asked.stderr
+
+    state = here.folder.read()
+    assert state is not None
+    (etcd,) = (part for part in state.parts if part.tier is Tier.ETCD)
+    os.kill(etcd.identity.pid, signal.SIGKILL)
+    wait_until(lambda: not etcd.identity.alive(), "etcd to end")
+    ended = here.tailrace("apply", "-f", "fleet.yaml", "--yes")
+    assert ended.returncode == 1 and "tailrace restart etcd" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from tailrace.cli import up
 from tailrace.cli.errors import UsageProblem
 from tailrace.local.options import ClusterOptions, Engine
 from tailrace.service.vllm_line import VllmLine
+from tailrace.tiny import MODEL_PATH
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,9 @@ def test_loading_vllm_is_told_first(
 
     monkeypatch.setattr("tailrace.cli.line_check.vllm_version", lambda: installed)
     monkeypatch.setattr(up, "refusal", refusal)
-    options = ClusterOptions(engine=engine, line=VllmLine.read(line), frontend_arguments=frontend)
+    model = str(MODEL_PATH)
+    options = ClusterOptions(
+        model=model, engine=engine, line=VllmLine.read(line), frontend_arguments=frontend
+    )
     with pytest.raises(UsageProblem, match="refused"):
-        up._check_line(options)
+        up.require_startable("up", options, "")

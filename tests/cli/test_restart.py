@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,29 @@ async def test_nothing_stops_or_starts_that_cannot_be_recorded(tmp_path: Path) -
         assert worker.identity.alive() and not more.identity.alive()
     finally:
         stop_part(running.part, 0.0, running.reap)
+
+
+async def test_a_restart_that_is_interrupted_is_done_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def exchange(self: Restarter, *_: object) -> None:
+        begun.set()
+        await go_on.wait()
+        done.set()
+
+    monkeypatch.setattr(Restarter, "_restart", exchange)
+    restarter = Restarter(RunFolder(tmp_path), RunState(), Progress("tailrace restart"))
+    restarting = asyncio.create_task(restarter.restart("worker-0"))
+    await begun.wait()
+    restarting.cancel()
+    await asyncio.sleep(0)
+    assert not restarting.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    assert done.is_set() and "worker-0 is still restarted" in capsys.readouterr().err
 
 
 def test_restart_of_an_unknown_part_is_an_error(here: WorkingFolder) -> None:

@@ -117,7 +117,7 @@ def test_a_complete_cluster(here: WorkingFolder) -> None:
     _wait(lambda: not worker.identity.alive(), "worker-0 to end")
     incomplete = here.up()
     assert incomplete.returncode == 1
-    assert "incomplete (worker-0 ended); tailrace down stops it" in incomplete.stderr
+    assert "incomplete (worker-0 ended); tailrace restart worker-0 starts" in incomplete.stderr
 
     down = here.tailrace("down")
     assert down.returncode == 0, down.stderr

@@ -105,6 +105,15 @@ def check(order: GuardedOrder, point: str) -> None:
         assert getattr(order, other)(*those) == said
 
 
+def test_a_budget_of_none_is_a_mistake_only_without_decodes() -> None:
+    order = guard(wrong_order("prefill_budget", lambda *_: 0))
+    assert order.prefill_budget(100, 3) == 0 and not order.mistake
+    assert order.prefill_budget(0, 0) == 0 and not order.mistake
+    stuck = guard(wrong_order("prefill_budget", lambda *_: 0))
+    assert stuck.prefill_budget(100, 0) == 100
+    assert stuck.mistake == "prefill_budget: not what IntraPolicy.prefill_budget returns: 0"
+
+
 def test_ranks_are_of_one_length() -> None:
     class Growing(Fcfs):
         ranks: ClassVar = [(1, 7), (1, 2, 7)]

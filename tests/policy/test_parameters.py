@@ -123,11 +123,24 @@ def test_formatted_values_are_read_back(value: float | int | bool) -> None:
     assert Parameter(value, "any").parse(format_value(value)) == value
 
 
-@pytest.mark.parametrize("bad", [{"default": ()}, {"default": 11}, {"choices": ("a",)}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"default": ()},
+        {"default": 11},
+        {"choices": ("a",)},
+        {"default": "a", "choices": "abc"},
+        {"default": "a", "choices": ("a", 5)},
+        {"description": None},
+        {"unit": 5},
+    ],
+)
 def test_contradictory_declarations_are_errors(bad: dict[str, Value]) -> None:
-    words: dict[str, object] = {"default": 3, "maximum": 10, **bad}
+    words: dict[str, object] = {"default": 3, "description": "", **bad}
+    if isinstance(words["default"], int):
+        words["maximum"] = 10
     with pytest.raises((TypeError, ValueError)):
-        Parameter(description="", **words)  # type: ignore[arg-type]
+        Parameter(**words)  # type: ignore[arg-type]
 
 
 def test_an_object_has_what_it_was_given_else_the_default() -> None:

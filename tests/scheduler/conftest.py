@@ -186,6 +186,7 @@ async def control(
     """Start a cluster on the shared etcd, whose leaders lead until they resign."""
     # What is placed and never reported counts all the time, too.
     monkeypatch.setattr("tailrace.control.reported_instance._PENDING_S", WAIT_S)
+    monkeypatch.setattr("tailrace.control.reported_cluster.UNREPORTED_S", WAIT_S)
     monkeypatch.setattr("tailrace.service.runtime.Election", partial(Election, ttl_s=WAIT_S))
     async with open_control(etcd, cluster, silence_s) as opened:
         yield opened

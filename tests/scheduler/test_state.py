@@ -10,11 +10,13 @@ import pytest
 from tailrace.actions import Place
 from tailrace.cluster import Arrival, InstanceState, Phase, PhaseLoad, Pool
 from tailrace.control.events import (
+    Arrived,
     MigrationClosed,
     MigrationOpened,
     PoolOrdered,
     PoolSettled,
     ReportsStopped,
+    Ticked,
 )
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.policy.least_loaded import LeastLoaded
@@ -141,6 +143,27 @@ def test_a_placement_that_is_never_reported_is_dropped() -> None:
     report_to(state, steady("a"), 3.5)
     assert state.view().instances["a"].waiting == 0
     assert state.request("r") is None
+
+
+@pytest.mark.parametrize("events", [Arrived, Ticked])
+def test_placements_are_forgotten_while_no_report_comes(events: type[Arrived | Ticked]) -> None:
+    def at(now_s: float) -> Arrived | Ticked:
+        return Ticked(now_s, 0.0) if events is Ticked else Arrived(arrival("other"), now_s, 0.0)
+
+    state = cluster("a", "b")
+    state.place(arrival("early"), "a", 1.0)
+    state.place(arrival("again"), "a", 1.0)
+    state.place(arrival("again"), "b", 3.0)
+    state.apply(at(4.5))
+    assert [state.view().instances[name].waiting for name in ("a", "b")] == [1, 1]
+    state.apply(at(5.5))
+    assert [state.view().instances[name].waiting for name in ("a", "b")] == [0, 1]
+    assert state.request("early") is None and state.request("again") is not None
+    state.apply(at(7.5))
+    assert state.view().instances["b"].waiting == 0 and not state._locations
+    # It runs after all.
+    report_to(state, steady("a", [request("early")]), 8.0)
+    assert state.view().instances["a"].running == 1
 
 
 def test_a_request_placed_again_moves() -> None:

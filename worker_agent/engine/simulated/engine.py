@@ -271,6 +271,7 @@ class SimulatedEngine:
         self, name: str, parameters: Mapping[str, Value] = NO_PARAMETERS, slo: Slo | None = None
     ) -> None:
         self._scheduler.use_policy(guarded(name, make_intra(name, parameters, slo), log_mistake))
+        self._wake()
 
     def stats(self) -> EngineStats:
         mean_ms, p99_ms = self._intervals.mean_and_p99_ms(self._live_clock().time())
