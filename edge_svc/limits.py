@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
@@ -56,11 +55,7 @@ class Open:
 class Limits:
     """The open requests of one edge, and what their tenants have used."""
 
-    def __init__(
-        self, bounds: Bounds, has_tenants: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`clock`: seconds."""
-        self._clock = clock
+    def __init__(self, bounds: Bounds, has_tenants: bool) -> None:
         self._meter = Meter()
         self._bodies = Bodies(bounds.max_bodies_bytes, _MAX_ARRIVING, has_tenants)
         self._open: dict[str, Open] = {}
@@ -95,7 +90,7 @@ class Limits:
         if tenant is None:
             return
         await self._until_one_ends(tenant, 1)
-        _raise(self._meter.refusal(tenant, self._clock()))
+        _raise(self._meter.refusal(tenant, time.monotonic()))
         _raise(request.body.grow(announced))
         _raise(request.body.begin_arriving())
 
@@ -123,14 +118,14 @@ class Limits:
         _raise(await self._pace.wait(tenant.name, cost_s))
         if request.ended:
             return
-        _raise(self._meter.begin(tenant, self._clock(), sequences))
+        _raise(self._meter.begin(tenant, time.monotonic(), sequences))
         request.sequences = sequences
         tokens = demand.tokenized_bytes // _BYTES_PER_TOKEN
         request.tokens, request.tokens_if_refused = (tokens, 0) if tokenizes else (0, tokens)
 
     def charge(self, tenant: Tenant, tokens: int) -> None:
         """Charge what front ends say that a tenant has used."""
-        self._meter.charge(tenant, tokens, self._clock())
+        self._meter.charge(tenant, tokens, time.monotonic())
 
     def end(self, ticket: str, status: int) -> None:
         """Give back what a request holds that has ended, with this HTTP status."""

@@ -47,7 +47,7 @@ _PLACEMENT_SECONDS: Final = (
 )
 _TPOT_SECONDS: Final = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
 _OUTCOMES: Final = ("finished", "aborted", "refused", "error")
-_STATUSES: Final = ("400", "401", "413", "429", "500", "503")
+_STATUSES: Final = ("400", "401", "409", "413", "429", "500", "503")
 _CAUSES: Final = ("busy", "lost", "failed", "handed_back", "missing")
 
 

@@ -315,6 +315,7 @@ class Requests:
         headers = head.trace_headers or {}
         run_request = self._outputs.join_run(headers.get(ANSWER_HEADER), head.request_id)
         if isinstance(run_request, Refusal):
+            self._observer.refused(run_request.status)
             self._outputs.send_error(head.request_id, run_request)
             return
         if run_request is not None and run_request.progress.finished:

@@ -9,34 +9,18 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from tailrace.cluster import Phase
+from tailrace.v1 import worker_pb2
 
 FINISHED = 1
 PREFILL_DONE = 2
 REASONING_ENDED = 4
 FAILED = 8
 ANSWER_BEGUN = 16
-
-
-class Columns(Protocol):
-    """The columns of tailrace.v1.StepOutputs: one entry per request; token ids are concatenated."""
-
-    @property
-    def handles(self) -> Sequence[int]: ...
-    @property
-    def epochs(self) -> Sequence[int]: ...
-    @property
-    def first_indices(self) -> Sequence[int]: ...
-    @property
-    def counts(self) -> Sequence[int]: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def flags(self) -> Sequence[int]: ...
 
 
 class Requirements(NamedTuple):
@@ -287,7 +271,7 @@ class StreamTable:
         if stream is not None and stream.owner == instance_id and stream.epoch == epoch:
             stream.engine_confirmed = True
 
-    def accept(self, instance_id: str, step: Columns) -> StepVerdict:
+    def accept(self, instance_id: str, step: worker_pb2.StepOutputs) -> StepVerdict:
         """Judge one step's entries and append the accepted tokens. Raise MalformedStep."""
         # Iterating over protobuf's repeated fields is slow; over lists it is not.
         handles, epochs, firsts = list(step.handles), list(step.epochs), list(step.first_indices)

@@ -56,11 +56,13 @@ class Drainer:
         # choose the same target.
         sent: Counter[str] = Counter()
         ordered: Counter[str] = Counter()
+        present: set[tuple[str, str]] = set()
         for instance in draining:
             moves: list[Migrate] = []
             requests = self._state.requests_on(instance.instance_id)
+            present.update((request.request_id, request.instance_id) for request in requests)
             # Prefer active instances that can take the KV; if there are none, those that can recompute it.
-            targets = self._state.view_of_kv(instance.instance_id).placeable()
+            targets = self._state.view_for_request(instance.instance_id, now_s).placeable()
             targets = targets or self._state.view_for_replay(instance.instance_id).placeable()
             # Beyond, targets are chosen when their turn is near.
             allowed = ORDERED_MAX - sum(request.migrating for request in requests)
@@ -77,7 +79,6 @@ class Drainer:
                     moves.append(Migrate(request.request_id, instance.instance_id, target, REASON))
                     self._record_attempt(request, now_s)
             self._executor.submit(moves, REASON)
-        present = {(r.request_id, i.instance_id) for i in draining for r in i.requests}
         self._attempts = {key: attempts for key, attempts in self._attempts.items() if key in present}
 
     def _due(self, request: RequestView, now_s: float) -> bool:
@@ -105,8 +106,6 @@ def _least_utilized(targets: Iterable[InstanceView], sent: Counter[str]) -> str 
 
 
 _PROGRESS_POLL_S: Final = 0.2
-# Seconds after which a request placed just before the drain appears in a report.
-_REPORT_LAG_S: Final = 1.0
 
 
 async def drain_events(state: ReportedCluster, instance_id: str) -> AsyncIterator[admin_pb2.DrainEvent]:
@@ -125,7 +124,7 @@ async def drain_events(state: ReportedCluster, instance_id: str) -> AsyncIterato
             raise AdminError(
                 grpc.StatusCode.ABORTED, f"{instance_id} takes new requests again: somebody undrained it"
             )
-        if not requests and not suspect and tracked.last_report_s > began_s + _REPORT_LAG_S:
+        if not requests and not suspect and tracked.shows_placed_before(began_s):
             yield admin_pb2.DrainEvent(remaining=0, message=f"{instance_id} is empty", done=True)
             return
         if (len(requests), moving, suspect) != last_sent:

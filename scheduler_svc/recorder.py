@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Final
 
 import grpc
 
 from scheduler_svc.admin.errors import AdminError
-from tailrace.actions import Action, Placement
+from tailrace.control.answers import Answer
 from tailrace.control.live import LiveControl
-from tailrace.control.recording import (
-    Decided,
-    Line,
-    RecordingOverflow,
-    encode,
-    recorded_actions,
-    recorded_placement,
-)
-from tailrace.control.runner import DecisionPoint, PlaceQuestion, Question
+from tailrace.control.recording import Decided, Line, RecordingOverflow, encode, recorded_answer
+from tailrace.control.runner import Asked
 
 # Unread bytes. A reader that is slower gets the end of the recording, not one with a gap.
 _BYTES_MAX: Final = 128 * 1024 * 1024
@@ -99,12 +92,6 @@ class Recorder:
         self._bytes += len(line)
         self._lines_added.set()
 
-    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        """Record a placement."""
-        request_id = question.arrival.request_id
-        self.tap(Decided(DecisionPoint.PLACE.value, policy, request_id, recorded_placement(placement)))
-
-    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        """Record any other decision."""
-        request_id = "" if question.request is None else question.request.request_id
-        self.tap(Decided(question.point.value, policy, request_id, recorded_actions(actions)))
+    def answered(self, policy: str, question: Asked[Answer], answer: Answer) -> None:
+        """Record a decision."""
+        self.tap(Decided(question.point.value, policy, question.request_id, recorded_answer(answer)))

@@ -23,8 +23,6 @@ from tailrace.telemetry.incidents import guarded
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.25
-# Seconds after which a request placed just before an instance began to drain appears in a report.
-_REPORT_LAG_S: Final = 1.0
 
 
 class Rollouts:
@@ -36,7 +34,6 @@ class Rollouts:
         state: ReportedCluster,
         swap: Callable[[str, RolloutRecord | None, RolloutRecord], Awaitable[None]],
         leading: asyncio.Event,
-        wall_s: Callable[[], float] = time.time,
     ) -> None:
         """`swap(model, expected, record)` replaces a record by compare-and-swap; it raises Conflict or
         StoreUnavailable."""
@@ -44,7 +41,6 @@ class Rollouts:
         self._state = state
         self._swap = swap
         self._leading = leading
-        self._wall_s = wall_s
         # Since when each instance has been draining, by this scheduler's monotonic clock.
         self._draining_since: dict[str, float] = {}
         # The current step of each rollout by name, and since when this scheduler has known it.
@@ -73,7 +69,7 @@ class Rollouts:
         return FleetFacts(instances, front_end_facts(self._members.services), self._members.rollouts)
 
     async def _step(self, record: RolloutRecord) -> None:
-        following = advance(record, self.facts(), self._wall_s(), self._step_duration_s(record))
+        following = advance(record, self.facts(), time.time(), self._step_duration_s(record))
         if following == record:
             return
         try:
@@ -113,7 +109,7 @@ class Rollouts:
         since_s = self._draining_since.get(name)
         return (
             since_s is not None
-            and tracked.last_report_s > since_s + _REPORT_LAG_S
+            and tracked.shows_placed_before(since_s)
             and name not in self._members.suspects
         )
 

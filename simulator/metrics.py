@@ -6,7 +6,6 @@ A job has only a few runs of tokens, so the gaps of many jobs are computed at on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -24,17 +23,6 @@ from tailrace.qoe import TokenRun, qoe
 _EVEN_RUN_TOKENS: Final = 32
 # Jobs whose gaps are computed together.
 _JOBS_PER_BATCH: Final = 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Gaps:
-    """Statistics of the times between answering tokens."""
-
-    max_s: float
-    qoe: float
-
-
-_NO_GAPS: Final = _Gaps(0.0, 1.0)
 
 
 class CompletedJobs:
@@ -72,20 +60,20 @@ class CompletedJobs:
         return self._records
 
     def _record(self) -> None:
-        gaps: dict[Job, _Gaps] = {}
+        qualities: dict[Job, float] = {}
         if self._timed:
-            gaps = _gaps(self._timed, self._begins, self._times, self._tpot_target_s)
+            qualities = _qualities(self._timed, self._begins, self._times, self._tpot_target_s)
         for job in self._jobs:
-            self._records[job.request.request_id] = _record_of(job, gaps.get(job, _NO_GAPS))
+            self._records[job.request.request_id] = _record_of(job, qualities.get(job, 1.0))
         self._jobs, self._timed, self._begins, self._times = [], [], [], TokenTimes()
 
 
-def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
+def _record_of(job: Job, answer_qoe: float) -> RequestRecord:
     request = job.request
-    ttfat_s = tpot = quality = gap_max = None
+    ttfat_s = tpot = quality = None
     if job.finish_s is not None and job.first_answer_s is not None:
         ttfat_s = job.first_answer_s - request.arrival_s
-        quality, gap_max = gaps.qoe, gaps.max_s
+        quality = answer_qoe
         tpot = 0.0
         if request.answer_tokens > 1:
             tpot = (job.finish_s - job.first_answer_s) / (request.answer_tokens - 1)
@@ -103,7 +91,6 @@ def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
         ttft_s=ttfat_s,
         tpot_s=tpot,
         qoe=quality,
-        gap_max_s=gap_max,
         migrations=job.migrations,
         pause_s=job.pause_s,
         preemptions_swapped=job.swapped,
@@ -115,8 +102,10 @@ def _record_of(job: Job, gaps: _Gaps) -> RequestRecord:
     )
 
 
-def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: float) -> dict[Job, _Gaps]:
-    """Compute each job's gaps. Its runs start at its entry in `begins`; it has more than one token."""
+def _qualities(
+    jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: float
+) -> dict[Job, float]:
+    """Compute each job's QoE. Its runs start at its entry in `begins`; it has more than one token."""
     first_s, interval_s, increment_s, counts = times.columns()
     starts = np.array(begins)
     # From the last token of the run before; there is no gap between jobs.
@@ -126,12 +115,12 @@ def _gaps(jobs: list[Job], begins: list[int], times: TokenTimes, tpot_target_s: 
     within_last_s = interval_s + increment_s * np.maximum(counts - 2, 0)
     largest_s = np.where(counts > 1, np.maximum(interval_s, within_last_s), 0.0)
     max_s = np.maximum.reduceat(np.maximum(largest_s, before_s), starts)
-    gaps_by_job: dict[Job, _Gaps] = {}
+    qualities: dict[Job, float] = {}
     spans = pairwise([*begins, len(times)])
     for job, max_gap_s, span in zip(jobs, max_s.tolist(), spans, strict=True):
-        quality = qoe(_runs(times, *span), tpot_target_s) if max_gap_s > tpot_target_s else 1.0
-        gaps_by_job[job] = _Gaps(max_gap_s, quality)
-    return gaps_by_job
+        slow = max_gap_s > tpot_target_s
+        qualities[job] = qoe(_runs(times, *span), tpot_target_s) if slow else 1.0
+    return qualities
 
 
 def _runs(times: TokenTimes, begin: int, end: int) -> list[TokenRun]:

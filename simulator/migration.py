@@ -435,7 +435,6 @@ class Migrations:
                 context_tokens=migration.requested_tokens,
                 bytes_sent=migration.sent * source.spec.block_bytes,
                 rounds=migration.rounds,
-                queued_s=(now if started_s is None else started_s) - migration.requested_s,
                 transfer_s=0.0 if started_s is None else now - started_s,
                 pause_s=0.0 if paused_s is None else now - paused_s,
             )
@@ -462,7 +461,6 @@ class Migrations:
                 context_tokens=job.prompt + job.tokens,
                 bytes_sent=0,
                 rounds=0,
-                queued_s=0.0,
                 transfer_s=0.0,
                 pause_s=0.0,
             )

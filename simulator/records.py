@@ -41,8 +41,6 @@ class RequestRecord:
     tpot_s: float | None
     # Ratio of areas from the first answering token on (PASCAL, section V-A).
     qoe: float | None
-    # Longest time between consecutive answering tokens.
-    gap_max_s: float | None
     migrations: int
     # Total time that migrations kept the request from decoding.
     pause_s: float
@@ -118,8 +116,7 @@ class MigrationRecord:
     context_tokens: int
     bytes_sent: int
     rounds: int
-    # Time until the transfer began, time of the transfer, and the part of it with the request paused.
-    queued_s: float
+    # Time of the transfer, and the part of it with the request paused.
     transfer_s: float
     pause_s: float
 

@@ -381,7 +381,8 @@ class Simulation:
 
     def _copy_prefix(self, action: CopyPrefix, now: float) -> None:
         hot, target = self._views.hot, self._instance(action.target_id)
-        if hot.add_copy(action, now):
+        if hot.may_copy(action, now):
+            hot.add_copy(action, now)
             self.pulls.copy(
                 self._job(action.request_id).request,
                 self._instance(action.holder_id),

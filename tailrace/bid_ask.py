@@ -391,7 +391,6 @@ class Receiver:
         space: Callable[[], Space],
         reserved: Callable[[str], bool],
         throughput: float = TOKENS_PER_S,
-        transfers: int = TRANSFERS,
         starvation: int = STARVATION,
     ) -> None:
         """`space`: returns the engine's current space. `reserved(request_id)`: whether that already includes
@@ -402,7 +401,6 @@ class Receiver:
         self._space = space
         self._reserved = reserved
         self._throughput = throughput
-        self._transfers = transfers
         self._starvation = starvation
         self._won: dict[str, _Won] = {}
         self._order = 0
@@ -461,7 +459,7 @@ class Receiver:
     def _attempt(self, skipped: str | None) -> list[tuple[str, ToSender]]:
         if any(won.starving and not won.granted for won in self._won.values()):
             return []
-        left = self._transfers - self.open_transfers
+        left = TRANSFERS - self.open_transfers
         messages: list[tuple[str, ToSender]] = []
         for request_id in self.queue if left > 0 else ():
             won = self._won[request_id]

@@ -9,10 +9,13 @@ import signal
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http import HTTPStatus
-from typing import Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from frontend_svc.admission import AdmissionReader, Refusal
 from tailrace.service.openai_error import error_body
+
+if TYPE_CHECKING:
+    import uvicorn
 
 # Messages and scopes are open dictionaries by ASGI's specification.
 Message = MutableMapping[str, Any]
@@ -74,13 +77,6 @@ class RetryAfter:
         await self._app(scope, receive, send_start)
 
 
-class Server(Protocol):
-    """The part of uvicorn.Server that is used here."""
-
-    should_exit: bool
-    force_exit: bool
-
-
 class GracefulStop:
     """Handle SIGTERM and SIGINT once the app has started, which is after vLLM has set its handlers.
 
@@ -113,7 +109,7 @@ def _closing(send: Send) -> Send:
     return send_start
 
 
-def _install_signal_handlers(server: Server) -> None:
+def _install_signal_handlers(server: uvicorn.Server) -> None:
     def stop() -> None:
         # A second signal exits at once.
         server.force_exit = server.should_exit

@@ -35,23 +35,20 @@ def wanted(pyproject: Path, extra: str) -> list[str]:
 
 
 def installed_pins(
-    requirements: Iterable[str],
-    without: Iterable[str] = NOT_FOR_CPU,
-    find: Callable[[str], tuple[str, list[str]]] | None = None,
+    requirements: Iterable[str], find: Callable[[str], tuple[str, list[str]]] | None = None
 ) -> list[Pin]:
     """Pins of all that `requirements` lead to, at the versions in this environment, by name.
 
     `find` returns a package's version and requirements, and raises PackageNotFoundError. Raise NotInstalled.
     """
     look = find or _find
-    skipped = set(without)
     found: dict[str, Pin] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [Requirement(text) for text in requirements]
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        if name in skipped:
+        if name in NOT_FOR_CPU:
             continue
         extras = {"", *requirement.extras}
         if all((name, extra) in seen for extra in extras):

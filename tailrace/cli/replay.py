@@ -12,22 +12,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.actions import Place, Refuse
 from tailrace.bounded import open_regular
 from tailrace.cli.errors import CliError, UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
 from tailrace.cli.plain import JsonValue
-from tailrace.control.recording import (
-    FAILED,
-    InvalidRecordingError,
-    Line,
-    decode,
-    recorded_actions,
-    recorded_placement,
-)
+from tailrace.control.recording import FAILED, InvalidRecordingError, Line, decode, recorded_answer
 from tailrace.control.replay import Replay, Replayed, points
 from tailrace.control.runner import DecisionPoint
-from tailrace.control.shadow import Comparison, PolicyAnswer, Shadow, Verdict
+from tailrace.control.shadow import Comparison, Shadow, Verdict
 from tailrace.numeric import WholeRange
 from tailrace.policy.parameters import ParameterError, read_assignments
 from tailrace.policy.registry import UnknownPolicyError, UnusablePolicyError, all_parameters
@@ -135,18 +127,13 @@ def _replay_other(
         if compared.verdict is not Verdict.SAME:
             point = compared.point.value
             different[point] += 1
-            printer.show(point, compared.request_id, _words(compared.decided), _words(compared.shadow))
+            then, now = recorded_answer(compared.decided), recorded_answer(compared.shadow)
+            printer.show(point, compared.request_id, _text(then), _text(now))
 
     run = Replay(events, lambda replayed: None)
     run.watch(Shadow(record, run.control.active.slo, on_compared))
     run.run()
     return run, different
-
-
-def _words(answer: PolicyAnswer) -> str:
-    if isinstance(answer, (Place, Refuse)):
-        return _text(recorded_placement(answer))
-    return _text(recorded_actions(answer))
 
 
 def _text(answer: msgspec.Raw | None) -> str:

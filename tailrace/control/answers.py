@@ -6,9 +6,9 @@ the policy's own code runs when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from tailrace.actions import (
     Action,
@@ -25,6 +25,9 @@ from tailrace.actions import (
 from tailrace.cluster import Arrival, ClusterView, InstanceState, Pool, RequestView, Stage, StagesError
 from tailrace.cluster import check_stages as check_stage_ranges
 from tailrace.policy.requests import table_of
+
+Answer: TypeAlias = Placement | Sequence[Action] | None
+"""What a policy answers to a question; None: it failed."""
 
 ACTIONS_MAX: Final = 10_000
 """Most actions of one decision; the scheduler carries out far fewer at a time."""

@@ -74,14 +74,13 @@ class HotTracker:
             return False
         return recent.find(copy.request_id) is not None
 
-    def add_copy(self, copy: CopyPrefix, now_s: float) -> bool:
-        """Add a copy; return False if it must not be made (`may_copy`)."""
+    def add_copy(self, copy: CopyPrefix, now_s: float) -> None:
+        """Add a copy that `may_copy` allows now; of a prefix that is not known there is none."""
         arrival = None if self._recent is None else self._recent.find(copy.request_id)
-        if arrival is None or not self.may_copy(copy, now_s):
-            return False
+        if arrival is None:
+            return
         names = arrival.names[: copy.tokens // arrival.block_tokens]
         self._copies[copy.target_id] = OpenCopy(copy.target_id, names, now_s + _COPY_TIMEOUT_S)
-        return True
 
     def end_copy(self, target_id: str, now_s: float) -> None:
         """The copy to that instance is over, whatever came of it."""

@@ -15,10 +15,11 @@ from typing import Final, TypeAlias
 import msgspec
 from google.protobuf.message import DecodeError, Message
 
-from tailrace.actions import Action, Place, Placement, Refuse
+from tailrace.actions import Action, Place, Refuse
 from tailrace.cache.follow import CacheState
 from tailrace.cache.recent import PrefixArrival
 from tailrace.cluster import Phase, Pool, RequestView
+from tailrace.control.answers import Answer
 from tailrace.control.events import CacheListed, Event, Input, KnownMembers, Reported
 from tailrace.control.hot_prefixes import OpenCopy
 from tailrace.lengths import LengthWindowState
@@ -222,20 +223,19 @@ def _check_format(line: bytes) -> None:
 FAILED: Final = msgspec.Raw(b"null")
 
 
-def recorded_placement(placement: Placement) -> msgspec.Raw:
-    """Encode a placement for a recording."""
-    match placement:
+def recorded_answer(answer: Answer) -> msgspec.Raw:
+    """Encode a policy's answer for a recording; None: it failed."""
+    match answer:
+        case None:
+            return FAILED
         case Refuse():
-            return msgspec.Raw(encode({"refuse": placement.reason}))
+            return msgspec.Raw(encode({"refuse": answer.reason}))
         case Place():
-            place = {"place": placement.instance_id, "also": _plain(placement.also)}
-            pull = {"pull_from": placement.pull_from} if placement.pull_from else {}
+            place = {"place": answer.instance_id, "also": _plain(answer.also)}
+            pull = {"pull_from": answer.pull_from} if answer.pull_from else {}
             return msgspec.Raw(encode({**place, **pull}))
-
-
-def recorded_actions(actions: Sequence[Action] | None) -> msgspec.Raw:
-    """Encode actions for a recording; None: the policy failed."""
-    return FAILED if actions is None else msgspec.Raw(encode(_plain(actions)))
+        case _:
+            return msgspec.Raw(encode(_plain(answer)))
 
 
 def _plain(actions: Sequence[Action]) -> list[dict[str, object]]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tailrace.actions import Action, Placement, WhenFull
+from tailrace.actions import Action, WhenFull
+from tailrace.control.answers import Answer
 from tailrace.control.events import Arrived, CopyOrdered, MigrationOpened, PoolOrdered, Reported, Ticked
 from tailrace.control.guard import patient_guard
 from tailrace.control.live import LiveControl
@@ -20,10 +21,9 @@ from tailrace.control.recording import (
     Line,
     RecordingOverflow,
     Started,
-    recorded_actions,
-    recorded_placement,
+    recorded_answer,
 )
-from tailrace.control.runner import DecisionPoint, PlaceQuestion, Question, Watcher
+from tailrace.control.runner import Asked, DecisionPoint, Watcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +133,18 @@ class Replay:
 
     # ---- Watcher: called when the policy has decided again
 
-    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        """Compare a placement."""
-        request_id = question.arrival.request_id
-        self._match_recorded(DecisionPoint.PLACE, request_id, policy, recorded_placement(placement))
-
-    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        """Compare any other decision."""
-        request_id = "" if question.request is None else question.request.request_id
-        self._match_recorded(question.point, request_id, policy, recorded_actions(actions))
-
-    def _match_recorded(
-        self, point: DecisionPoint, request_id: str, policy: str, answer: msgspec.Raw
-    ) -> None:
+    def answered(self, policy: str, question: Asked[Answer], answer: Answer) -> None:
+        """Compare a decision with the recorded one."""
         recorded = self._lines.peek()
         if recorded is None or isinstance(recorded, (RecordingOverflow, BrokenOff)):
             # The recording ends between an input and the decisions on it.
             return
         then: msgspec.Raw | None = None
-        asked = point.value, request_id
+        asked = question.point.value, question.request_id
         if isinstance(recorded, Decided) and (recorded.point, recorded.request_id) == asked:
             self._lines.pop()
             then = recorded.answer
-        self._count(Replayed(point.value, request_id, policy, then, answer))
+        self._count(Replayed(*asked, policy, then, recorded_answer(answer)))
 
     def _count(self, replayed: Replayed) -> None:
         self._policies[replayed.policy] = None

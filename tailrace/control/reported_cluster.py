@@ -367,18 +367,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         return self.view()
 
     def view_for_arrival(self, model: str, now_s: float) -> ClusterView:
-        """Return the instances of this model."""
-        return self.view_of_model(model)
-
-    def view_for_request(self, instance_id: str, now_s: float) -> ClusterView:
-        """Return the instances that can take KV from this one."""
-        return self.view_of_kv(instance_id)
-
-    def view_of_model(self, model: str) -> ClusterView:
         """Return the view that contains instances of this model only."""
         return self._partial.of(self.view(), self._groups.running(model))
 
-    def view_of_kv(self, instance_id: str) -> ClusterView:
+    def view_for_request(self, instance_id: str, now_s: float) -> ClusterView:
         """Return the view that contains only instances that can take KV from this one."""
         return self._partial.of(self.view(), self._groups.exchanging_kv(instance_id))
 

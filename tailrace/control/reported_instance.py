@@ -25,6 +25,8 @@ UNREPORTED_S: Final = 2 * _PENDING_S
 on an instance of which nothing is heard."""
 # Pending placements that are kept while no report arrives.
 _PENDING_MAX: Final = 1_024
+# Seconds after which a request placed here, by any scheduler, appears in a report.
+_REPORT_LAG_S: Final = 1.0
 
 _NO_LOAD: Final = monitor_pb2.InstanceLoad()
 _NO_REQUESTS: Final = monitor_pb2.RequestColumns()
@@ -215,6 +217,11 @@ class ReportedInstance(Corrections[str, PendingRequest]):
         """Return the requests here now, as last reported or placed."""
         pending = tuple(pending.request for pending in self.pending.values())
         return ReportedRequests(self._rows, dict(self._changed), pending)
+
+    def shows_placed_before(self, at_s: float) -> bool:
+        """Return whether the last report shows all requests that were placed here before, by any
+        scheduler."""
+        return self.last_report_s > at_s + _REPORT_LAG_S
 
     def arrivals(self) -> Iterator[tuple[str, float]]:
         """Yield id and arrival (time of day in seconds; 0: not known) of each request here, without making

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from tailrace.actions import Action, Migrate, Offer, Place, Placement, Refuse, ReturnPrompts, WhenFull
 from tailrace.cluster import Arrival, ClusterView, RequestView
 from tailrace.control.admission import TtftAdmission
-from tailrace.control.answers import BadAnswer, checked_actions, checked_placement
+from tailrace.control.answers import Answer, BadAnswer, checked_actions, checked_placement
 from tailrace.control.cluster_model import ClusterModel
 from tailrace.plugins import describe_error
 from tailrace.policy.base import Policy
@@ -77,7 +77,7 @@ class PolicyRunner:
         name = self._policy_in_force.name
         placement = self._calls.place(self._policy_in_force, question)
         for watcher in self.watchers:
-            watcher.placed(name, question, placement)
+            watcher.answered(name, question, placement)
         admission = self._policy_in_force.admission
         if admission is None or isinstance(placement, Refuse):
             return placement
@@ -108,7 +108,7 @@ class PolicyRunner:
         name, when_full = self._policy_in_force.name, self._policy_in_force.declared.when_full
         actions = self._calls.ask(self._policy_in_force, question)
         for watcher in self.watchers:
-            watcher.decided(name, question, actions)
+            watcher.answered(name, question, actions)
         if actions:
             self._executor.submit(actions, name, when_full)
 
@@ -170,8 +170,7 @@ class Calls(Protocol):
 class Watcher(Protocol):
     """See each question with its answer before the answer is carried out."""
 
-    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None: ...
-    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None: ...
+    def answered(self, policy: str, question: Asked[Answer], answer: Answer) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +185,11 @@ class PlaceQuestion:
     def point(self) -> DecisionPoint:
         """Return the decision point."""
         return DecisionPoint.PLACE
+
+    @property
+    def request_id(self) -> str:
+        """Return the request."""
+        return self.arrival.request_id
 
     def put_to(self, policy: Policy) -> Placement:
         """Return the policy's placement, checked. Raise BadAnswer, or what the policy raises."""
@@ -204,6 +208,11 @@ class Question:
     view: ClusterView
     request: RequestView | None
     now_s: float
+
+    @property
+    def request_id(self) -> str:
+        """Return the request; empty at ticks."""
+        return "" if self.request is None else self.request.request_id
 
     def put_to(self, policy: Policy) -> tuple[Action, ...]:
         """Return the policy's actions, all of them made and checked. Raise BadAnswer, or what the policy
@@ -234,6 +243,8 @@ class Asked(Protocol[T_co]):
 
     @property
     def point(self) -> DecisionPoint: ...
+    @property
+    def request_id(self) -> str: ...
     def put_to(self, policy: Policy) -> T_co: ...
 
 

@@ -11,12 +11,11 @@ from typing import Final
 
 from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Place, Placement, Refuse
 from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.answers import Answer
 from tailrace.control.guard import PolicyGuard, patient_guard
-from tailrace.control.runner import Asked, DecisionPoint, PlaceQuestion, Question
+from tailrace.control.runner import Asked, DecisionPoint
 from tailrace.records import PolicyRecord, suspended
 from tailrace.slo import Slo
-
-PolicyAnswer = Placement | Sequence[Action] | None
 
 
 class Verdict(enum.Enum):
@@ -35,8 +34,8 @@ class Comparison:
     point: DecisionPoint
     request_id: str
     policy: str
-    decided: PolicyAnswer
-    shadow: PolicyAnswer
+    decided: Answer
+    shadow: Answer
     verdict: Verdict
 
 
@@ -77,31 +76,17 @@ class Shadow:
         """Plan for these SLOs from now on."""
         self.active.follow(self.active.record, slo)
 
-    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        """Compare a placement."""
-        self._compare(question, question.arrival.request_id, policy, placement)
-
-    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        """Compare any other decision."""
-        request_id = "" if question.request is None else question.request.request_id
-        self._compare(question, request_id, policy, actions)
-
-    def _compare(
-        self,
-        question: Asked[Placement | Sequence[Action]],
-        request_id: str,
-        policy: str,
-        decided: PolicyAnswer,
-    ) -> None:
+    def answered(self, policy: str, question: Asked[Answer], answer: Answer) -> None:
+        """Compare a decision."""
         if self.suspended:
             return
         shadow, point = self.guard.ask(self.active, question), question.point
-        if decided is None or shadow is None:
+        if answer is None or shadow is None:
             verdict = Verdict.FAILED
         else:
-            verdict = Verdict.SAME if outcome(decided) == outcome(shadow) else Verdict.DIFFERENT
+            verdict = Verdict.SAME if outcome(answer) == outcome(shadow) else Verdict.DIFFERENT
         self.counts[point, verdict] += 1
-        self._on_compared(Comparison(point, request_id, policy, decided, shadow, verdict))
+        self._on_compared(Comparison(point, question.request_id, policy, answer, shadow, verdict))
 
 
 _NO_REASON: Final = ""

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from tailrace.actions import Place
 from tailrace.cli.main import main
-from tailrace.control.recording import Decided, encode, recorded_placement
+from tailrace.control.recording import Decided, encode, recorded_answer
 from tailrace.v1 import admin_pb2
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
@@ -142,7 +142,7 @@ def test_replay_shows_decisions_of_another_policy(file: Path) -> None:
 def test_replay_fails_if_a_decision_differs(lines: list[bytes], tmp_path: Path) -> None:
     at = next(n for n, line in enumerate(lines) if b'"event":"decided","point":"place"' in line)
     lines[at] = encode(
-        Decided("place", "arrow", json.loads(lines[at])["request_id"], recorded_placement(Place("x")))
+        Decided("place", "arrow", json.loads(lines[at])["request_id"], recorded_answer(Place("x")))
     )
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"\n".join(lines))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tailrace.actions import Action, CopyPrefix, Migrate, Offer, Placement, SetPool, WhenFull
+from tailrace.actions import Action, CopyPrefix, Migrate, Offer, SetPool, WhenFull
 from tailrace.cluster import Arrival, Pool, Stage
 from tailrace.control.active_policy import ActivePolicy
+from tailrace.control.answers import Answer
 from tailrace.control.events import (
     Arrived,
     CacheListed,
@@ -27,15 +28,9 @@ from tailrace.control.events import (
 )
 from tailrace.control.guard import PolicyGuard
 from tailrace.control.live import LiveControl
-from tailrace.control.recording import (
-    Decided,
-    Line,
-    encode,
-    recorded_actions,
-    recorded_placement,
-)
+from tailrace.control.recording import Decided, Line, encode, recorded_answer
 from tailrace.control.reported_cluster import ReportedCluster
-from tailrace.control.runner import DecisionPoint, PlaceQuestion, Question
+from tailrace.control.runner import Asked, DecisionPoint
 from tailrace.policy.parameters import read_assignments
 from tailrace.policy.registry import all_parameters
 from tailrace.records import PolicyRecord
@@ -110,13 +105,8 @@ class RandomRun:
     def tap(self, event: Line) -> None:
         self.lines.append(encode(event))
 
-    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        about = question.arrival.request_id
-        self.tap(Decided(DecisionPoint.PLACE.value, policy, about, recorded_placement(placement)))
-
-    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        about = "" if question.request is None else question.request.request_id
-        self.tap(Decided(question.point.value, policy, about, recorded_actions(actions)))
+    def answered(self, policy: str, question: Asked[Answer], answer: Answer) -> None:
+        self.tap(Decided(question.point.value, policy, question.request_id, recorded_answer(answer)))
 
     # ---- events
 

@@ -238,9 +238,9 @@ def test_a_shadow_with_a_mistake_is_compared_and_has_no_effect(
 ) -> None:
     shadow = Shadow(PolicyRecord(name="least_loaded"), Slo(), lambda compared: None)
     shadow.active.policy = misbehaving(answer, raised, late)()
-    shadow.placed("p", PLACE, Place("a"))
+    shadow.answered("p", PLACE, Place("a"))
     for question in QUESTIONS:
-        shadow.decided("p", question, ())
+        shadow.answered("p", question, ())
     assert sum(shadow.counts.values()) == len(METHODS)
 
 
@@ -478,7 +478,7 @@ def test_a_suspended_shadow_is_not_asked() -> None:
     )
     shadow.active.policy = Flaky()
     for _ in range(4):
-        shadow.decided("p", QUESTIONS[-1], ())
+        shadow.answered("p", QUESTIONS[-1], ())
     assert shadow.counts == {(DecisionPoint.TICK, Verdict.FAILED): 2}
     assert "out of luck" in shadow.suspended
     shadow.follow_slo(Slo(ttft_s=1.0))

@@ -55,7 +55,12 @@ class Rig:
         self.known.blocks[where] = names
 
     def order(self, target: str, name: str = "q", tokens: int = 64, at_s: float = 0.0) -> bool:
-        return self.tracker.add_copy(CopyPrefix(name, "a", target, tokens, "test"), at_s)
+        """Add a copy if it is allowed; return whether it is."""
+        copy = CopyPrefix(name, "a", target, tokens, "test")
+        if not self.tracker.may_copy(copy, at_s):
+            return False
+        self.tracker.add_copy(copy, at_s)
+        return True
 
     def copying(self, now_s: float) -> frozenset[str]:
         hot = self.tracker.view(now_s)
@@ -227,4 +232,4 @@ def test_the_tracker_is_restored_from_a_recording() -> None:
     following = HotTracker(rig.known)
     following.restore(rig.tracker.recent, rig.tracker.copies)
     assert following.view(1.0) == rig.tracker.view(1.0)
-    assert not following.add_copy(CopyPrefix("q", "a", "b", 64, "test"), 1.0)
+    assert not following.may_copy(CopyPrefix("q", "a", "b", 64, "test"), 1.0)

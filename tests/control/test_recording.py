@@ -18,8 +18,7 @@ from tailrace.control.recording import (
     Started,
     decode,
     encode,
-    recorded_actions,
-    recorded_placement,
+    recorded_answer,
 )
 from tailrace.control.replay import Replay, Replayed
 from tailrace.control.shadow import Comparison, Shadow, Verdict, outcome
@@ -79,7 +78,7 @@ def test_a_different_decision_is_reported() -> None:
     run = run_of("least_loaded", 1)
     at = next(n for n, line in enumerate(run.lines) if b'"place"' in line)
     decided = msgspec.json.decode(run.lines[at], type=Decided)
-    answer = recorded_placement(Place("elsewhere"))
+    answer = recorded_answer(Place("elsewhere"))
     run.lines[at] = encode(Decided(decided.point, decided.policy, decided.request_id, answer))
     replayed: list[Replayed] = []
     replay = Replay(decode(run.lines), replayed.append)
@@ -156,7 +155,7 @@ def test_reasons_are_not_compared() -> None:
     assert outcome(Place("a", (one,))) == outcome(Place("a", (other,)))
     assert outcome(Refuse("full")) == outcome(Refuse("no"))
     assert outcome(()) != outcome([one])
-    assert recorded_actions([one]) != recorded_actions([other])
+    assert recorded_answer([one]) != recorded_answer([other])
 
 
 def test_an_invalid_recording_is_reported_with_its_line() -> None:

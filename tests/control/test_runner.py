@@ -20,10 +20,10 @@ from tailrace.actions import (
 )
 from tailrace.cluster import Arrival, ClusterView, HotPrefixes, InstanceState, InstanceView, Pool, RequestView
 from tailrace.control.admission import TtftAdmission
-from tailrace.control.answers import BadAnswer, may_place
+from tailrace.control.answers import Answer, BadAnswer, may_place
 from tailrace.control.cluster_model import ClusterModel
 from tailrace.control.guard import PlainCalls, PolicyGuard
-from tailrace.control.runner import DecisionPoint, Moment, PlaceQuestion, PolicyRunner, Question, ask
+from tailrace.control.runner import Asked, DecisionPoint, Moment, PlaceQuestion, PolicyRunner, Question, ask
 from tailrace.perf.ttft import TtftPredictor
 from tailrace.policy.base import Policy
 from tailrace.policy.registry import Declared, declared
@@ -118,11 +118,9 @@ class Log:
             ("submit", [a.reason for a in actions if isinstance(a, Migrate)], policy, when_full)
         )
 
-    def placed(self, policy: str, question: PlaceQuestion, placement: Placement) -> None:
-        self.lines.append(("placed", policy, question.now_s, placement))
-
-    def decided(self, policy: str, question: Question, actions: Sequence[Action] | None) -> None:
-        self.lines.append(("decided", policy, question.point, None if actions is None else len(actions)))
+    def answered(self, policy: str, question: Asked[Answer], answer: Answer) -> None:
+        assert isinstance(question, (PlaceQuestion, Question))
+        self.lines.append(("answered", policy, question.point, question.now_s, answer))
 
 
 class CallLog:
@@ -158,7 +156,7 @@ def test_a_decision_point_without_handler_needs_no_view() -> None:
     runner.request_changed(DecisionPoint.PREFILL_DONE, REQUEST, Moment(1.0, 2.0))
     assert model.requested == [("request on a", 1.0)]
     # Nothing is decided and nothing is submitted.
-    assert log.lines == [("decided", "Placing", DecisionPoint.PREFILL_DONE, 0)]
+    assert log.lines == [("answered", "Placing", DecisionPoint.PREFILL_DONE, 2.0, ())]
 
 
 def test_actions_of_each_decision_point_are_observed_then_submitted() -> None:
@@ -173,7 +171,7 @@ def test_actions_of_each_decision_point_are_observed_then_submitted() -> None:
         log.lines.clear()
         runner.request_changed(point, REQUEST, Moment(1.0, 2.0))
         assert log.lines == [
-            ("decided", "Everywhere", point, 1),
+            ("answered", "Everywhere", point, 2.0, (replace(MOVE, reason=reason),)),
             ("submit", [reason], "Everywhere", WhenFull.HOST),
         ]
 
@@ -183,7 +181,7 @@ def test_a_placement_uses_the_view_of_its_model_and_is_returned() -> None:
     runner.watchers.append(log)
     assert runner.place(ARRIVAL, Moment(1.0, 2.0)) == Place("a")
     assert model.requested == [("model m", 1.0)]
-    assert log.lines == [("placed", "Placing", 2.0, Place("a"))]
+    assert log.lines == [("answered", "Placing", DecisionPoint.PLACE, 2.0, Place("a"))]
 
 
 def test_actions_of_a_late_placement_are_submitted() -> None:
@@ -202,7 +200,7 @@ def test_actions_of_a_late_placement_are_submitted() -> None:
     assert isinstance(refused, Refuse) and refused.final
     # Watchers compare policies, so they see the policy's decision.
     assert log.lines == [
-        ("placed", "Moving", 2.0, Place("a", (MOVE,))),
+        ("answered", "Moving", DecisionPoint.PLACE, 2.0, Place("a", (MOVE,))),
         ("submit", ["test"], "Moving", WhenFull.REFUSE),
     ]
     admitted = replace(ARRIVAL, admitted=True)
@@ -244,7 +242,7 @@ def test_a_failed_policy_is_replaced_by_the_fallback_and_counted() -> None:
     runner = PolicyRunner(Model(), Active(Broken()), log, calls)
     runner.watchers.append(log)
     runner.request_changed(DecisionPoint.PREFILL_DONE, REQUEST, Moment(0.0, 0.0))
-    assert log.lines == [("decided", "Broken", DecisionPoint.PREFILL_DONE, None)]
+    assert log.lines == [("answered", "Broken", DecisionPoint.PREFILL_DONE, 0.0, None)]
 
 
 def test_valid_decisions_pass_unchanged() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from frontend_svc import requests
 from frontend_svc.admission import CONGESTED, NO_INSTANCE, TOO_MANY_REQUESTS, AdmissionState, Refusal
+from frontend_svc.answers.opening import SUPERSEDED
 from frontend_svc.engine import MAX_CONGESTED, UNREAD_FULL_BYTES, UNREAD_MAX_BYTES
 from frontend_svc.settings import Limits
 from tailrace.v1 import worker_pb2
@@ -146,6 +147,15 @@ async def test_busy_worker_is_skipped(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     await rig.front.add("s")
     assert (await other.submitted()).request_id == "s"
     assert full.received.empty() and rig.count("recoveries_total", cause="busy") == 1
+
+
+async def test_a_request_of_a_superseded_run_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.engine.outputs, "join_run", lambda run, request_id: SUPERSEDED)
+    await rig.worker("a")
+    await rig.front.ready()
+    await rig.front.add("r")
+    assert await refusal_of(rig, "r") == SUPERSEDED
+    assert rig.count("refused_requests_total", status="409") == 1
 
 
 @place_wait_ends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
@@ -34,29 +34,21 @@ from frontend_svc.streams import (
 )
 from tailrace.cluster import Phase
 from tailrace.v1 import worker_pb2
+from tailrace.v1.worker_pb2 import StepOutputs
 
 INSTANCES = ["a", "b", "c"]
 LENGTH = 12
 
 
-@dataclass
-class Step:
-    """The columns of one message."""
-
-    handles: list[int] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
-    first_indices: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    flags: list[int] = field(default_factory=list)
-
-    def add(self, handle: int, epoch: int, first: int, tokens: list[int], flags: int = 0) -> None:
-        self.handles.append(handle)
-        self.epochs.append(epoch)
-        self.first_indices.append(first)
-        self.counts.append(len(tokens))
-        self.token_ids.extend(tokens)
-        self.flags.append(flags)
+def add_entry(
+    step: StepOutputs, handle: int, epoch: int, first: int, tokens: list[int], flags: int = 0
+) -> None:
+    step.handles.append(handle)
+    step.epochs.append(epoch)
+    step.first_indices.append(first)
+    step.counts.append(len(tokens))
+    step.token_ids.extend(tokens)
+    step.flags.append(flags)
 
 
 @dataclass
@@ -87,7 +79,7 @@ class Arbiter(RuleBasedStateMachine):
         self.table = StreamTable()
         self.delivered: dict[Stream, list[int]] = {}
         self.finished: set[Stream] = set()
-        self.wires: dict[str, deque[Step]] = {instance: deque() for instance in INSTANCES}
+        self.wires: dict[str, deque[StepOutputs]] = {instance: deque() for instance in INSTANCES}
 
     @rule(target=copies, instance=st.sampled_from(INSTANCES))
     def new(self, instance: str) -> Copy:
@@ -106,8 +98,8 @@ class Arbiter(RuleBasedStateMachine):
         flags = FINISHED if last == LENGTH else 0
         wire = self.wires[copy.instance]
         if not wire or data.draw(st.booleans()) or copy.stream.handle in wire[-1].handles:
-            wire.append(Step())
-        wire[-1].add(copy.stream.handle, copy.epoch, copy.index, tokens, flags)
+            wire.append(StepOutputs())
+        add_entry(wire[-1], copy.stream.handle, copy.epoch, copy.index, tokens, flags)
         copy.index = last
 
     @rule(instance=st.sampled_from(INSTANCES))
@@ -197,10 +189,12 @@ def open_owned(table: StreamTable, instance_id: str = "a", request_id: str = "r"
     return stream
 
 
-def single_entry_step(stream: Stream, epoch: int, first: int, tokens: list[int], flags: int = 0) -> Step:
+def single_entry_step(
+    stream: Stream, epoch: int, first: int, tokens: list[int], flags: int = 0
+) -> StepOutputs:
     """Return a step with one entry."""
-    step = Step()
-    step.add(stream.handle, epoch, first, tokens, flags)
+    step = StepOutputs()
+    add_entry(step, stream.handle, epoch, first, tokens, flags)
     return step
 
 
@@ -280,7 +274,7 @@ def test_output_without_tokens_adds_none() -> None:
     step = single_entry_step(stream, 0, 0, [], FINISHED)
     # Tokens of another stream in the same message.
     other = open_owned(table, request_id="q")
-    step.add(other.handle, 0, 0, [7, 8, 9])
+    add_entry(step, other.handle, 0, 0, [7, 8, 9])
     verdict = table.accept("a", step)
     assert verdict.tokens == 3
     assert (list(stream.token_ids), list(other.token_ids)) == ([], [7, 8, 9])

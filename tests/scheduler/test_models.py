@@ -71,20 +71,21 @@ def state() -> ReportedCluster:
 
 
 def test_a_view_of_a_model_has_only_its_instances(state: ReportedCluster) -> None:
-    assert list(state.view_of_model("t:first").instances) == ["a", "c"]
-    assert [stage.instance_ids for stage in state.view_of_model("t:second:bf16").stages] == [("b",), ("d",)]
-    assert list(state.view_of_model("t:third").instances) == []
+    assert list(state.view_for_arrival("t:first", 0.0).instances) == ["a", "c"]
+    second = state.view_for_arrival("t:second:bf16", 0.0)
+    assert [stage.instance_ids for stage in second.stages] == [("b",), ("d",)]
+    assert list(state.view_for_arrival("t:third", 0.0).instances) == []
     for every in ("", "t"):
-        assert state.view_of_model(every) is state.view()
-    assert list(state.view_of_kv("d").instances) == ["b", "d"]
+        assert state.view_for_arrival(every, 0.0) is state.view()
+    assert list(state.view_for_request("d", 0.0).instances) == ["b", "d"]
     assert not state.can_exchange_kv("a", "b")
 
 
 def test_a_view_of_a_model_is_updated_by_reports(state: ReportedCluster) -> None:
-    before = state.view_of_model("t:first")
-    assert state.view_of_model("t:first") is before
+    before = state.view_for_arrival("t:first", 0.0)
+    assert state.view_for_arrival("t:first", 0.0) is before
     report_to(state, steady("a", [request("r")]), 1.0)
-    assert state.view_of_model("t:first").instances["a"].running == 1
+    assert state.view_for_arrival("t:first", 0.0).instances["a"].running == 1
     assert before.instances["a"].running == 0
 
 
@@ -132,7 +133,7 @@ def test_prefixes_of_other_models_are_ignored(state: ReportedCluster) -> None:
     cached = state.cache.of_arrival([11], 16, 100, 0.0)
     assert set(cached) == {"a", "b", "c", "d"}
     arrival = Arrival("r", 100, 10, 0, cached=cached)
-    view = state.view_of_model("t:second")
+    view = state.view_for_arrival("t:second", 0.0)
     assert most_cached(arrival, tuple(view.instances.values())) == "b"
 
 
@@ -195,7 +196,7 @@ def test_what_a_policy_kept_of_another_view_affects_no_placement(
             present = StaticMembers(instances=joined)
             set_members(state, present, 0.0)
         else:
-            view = state.view_of_model((FIRST if count % 2 else SECOND).key if count < 4 else "")
+            view = state.view_for_arrival((FIRST if count % 2 else SECOND).key if count < 4 else "", 0.0)
             arrival = Arrival(f"new-{number}", 100, 1_000, number)
             placement = used.place(view, arrival, 1.0)
             assert placement == load(policy).place(view, arrival, 1.0)

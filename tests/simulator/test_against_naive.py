@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from simulator.cluster import ClusterSpec
 from simulator.request import SimRequest
 from tailrace.policy.round_robin import RoundRobin
+from tailrace.qoe import TokenRun, qoe
 from tests.simulator.naive import Naive
 from tests.simulator.worlds import INTRA, PROFILE, Watched, assert_empty, workloads
 
@@ -48,7 +49,8 @@ def test_token_times_equal_those_of_the_naive_simulation(
         assert record.first_answer_s == pytest.approx(job.times[record.reasoning_tokens], abs=1e-9)
         assert record.finish_s == pytest.approx(job.times[-1], abs=1e-9)
         if record.answer_tokens > 1:
-            gaps = np.diff(job.times[record.reasoning_tokens :])
-            assert record.gap_max_s == pytest.approx(gaps.max(), abs=1e-9)
-            assert record.tpot_s == pytest.approx(gaps.mean(), abs=1e-9)
+            answering = job.times[record.reasoning_tokens :]
+            assert record.tpot_s == pytest.approx(np.diff(answering).mean(), abs=1e-9)
+            tokens = [TokenRun(at_s, 0.0, 1) for at_s in answering]
+            assert record.qoe == pytest.approx(qoe(tokens, spec.tpot_target_s), abs=1e-3)
     assert_empty(simulation.instances[0])

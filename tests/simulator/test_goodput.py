@@ -34,7 +34,6 @@ def record(
         ttft_s=ttft_s,
         tpot_s=tpot_s,
         qoe=qoe,
-        gap_max_s=None,
         migrations=0,
         pause_s=0.0,
         preemptions_swapped=0,

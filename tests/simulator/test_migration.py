@@ -141,7 +141,8 @@ def test_the_source_decodes_during_the_copy_and_pauses_only_for_the_rest() -> No
     assert migration.pause_s < 0.1
     [record] = result.requests
     assert record.pause_s < 0.12
-    assert record.gap_max_s == pytest.approx(record.pause_s, abs=0.02)
+    longest_s = np.diff(simulation.token_times["r"]).max()
+    assert longest_s == pytest.approx(record.pause_s, abs=0.02)
     blocks = -(-(400 + 200) // 8)
     assert (
         50 * 8 * PROFILE.kv_bytes_per_token < migration.bytes_sent <= blocks * 8 * PROFILE.kv_bytes_per_token
@@ -183,7 +184,8 @@ def test_transfers_share_the_port_and_are_limited_in_number() -> None:
     first, *_, last = sorted(result.migrations, key=lambda m: m.end_s)
     # A single transfer of 160 tokens of 100 kB would take 0.16 s at 100 MB/s.
     assert first.transfer_s > 0.4
-    assert last.queued_s > 0.3
+    # Until then it waited for its turn.
+    assert last.end_s - last.transfer_s - last.requested_s > 0.3
 
 
 def test_a_migration_without_room_is_refused_or_waits_as_configured() -> None:
