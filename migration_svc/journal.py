@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import logging
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+from google.protobuf import json_format
 
 from tailrace.files import LineFile, new_version
+from tailrace.v1.migration_pb2 import MigrationRecord
 
 log = logging.getLogger(__name__)
 
@@ -28,26 +30,29 @@ _LINE_PREFIX: Final = b'{"type":"'
 class JournalOpened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """Written before the target is called."""
 
-    migration_id: str
-    request_id: str
-    source_instance_id: str
-    target_instance_id: str
+    record: MigrationRecord
     target_address: str
-    epoch: int
-    reason: str
-    policy: str
-    opened_s: float
 
 
 class JournalClosed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
-    """Written when the outcome is known."""
+    """Written when it has ended, in whatever way."""
 
     migration_id: str
-    committed: bool
-    error: str = ""
-    closed_s: float = 0.0
-    # The target could not be asked: it may have been committed.
-    unknown: bool = False
+
+
+def _to_json(record: object) -> object:
+    """Return a MigrationRecord as msgspec encodes it."""
+    if not isinstance(record, MigrationRecord):
+        raise NotImplementedError
+    return json_format.MessageToDict(record, preserving_proto_field_name=True)
+
+
+def _from_json(_: type, record: Any) -> MigrationRecord:
+    """Return a MigrationRecord that msgspec decodes. Raise ValueError."""
+    try:
+        return json_format.ParseDict(record, MigrationRecord(), ignore_unknown_fields=True)
+    except json_format.ParseError as error:
+        raise ValueError(str(error)) from error
 
 
 class JournalDamaged(OSError):
@@ -63,7 +68,7 @@ class Journal:
     def __init__(self, path: Path | None, lines_max: int = _LINES_MAX) -> None:
         """Open the journal. Raise OSError if the file cannot be opened, JournalDamaged if it is not a
         journal."""
-        self._encoder = msgspec.json.Encoder()
+        self._encoder = msgspec.json.Encoder(enc_hook=_to_json)
         self._lines_max = lines_max
         # Migrations that an earlier run left open, oldest first.
         self.unfinished: list[JournalOpened] = []
@@ -77,7 +82,7 @@ class Journal:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         self.unfinished = _read(path)
-        self._open = {entry.migration_id: entry for entry in self.unfinished}
+        self._open = {entry.record.migration_id: entry for entry in self.unfinished}
         try:
             self._file = self._rewrite(path)
         except OSError as error:
@@ -93,7 +98,7 @@ class Journal:
         if self._path is None:
             return
         if isinstance(entry, JournalOpened):
-            self._open[entry.migration_id] = entry
+            self._open[entry.record.migration_id] = entry
         else:
             self._open.pop(entry.migration_id, None)
         try:
@@ -150,6 +155,7 @@ class Journal:
 def _read(path: Path) -> list[JournalOpened]:
     if not path.exists():
         return []
+    decoder = msgspec.json.Decoder(JournalOpened | JournalClosed, dec_hook=_from_json)
     open_now: dict[str, JournalOpened] = {}
     damaged: list[str] = []
     is_journal = True
@@ -157,13 +163,13 @@ def _read(path: Path) -> list[JournalOpened]:
         if not line:
             continue
         try:
-            entry = msgspec.json.decode(line, type=JournalOpened | JournalClosed)
+            entry = decoder.decode(line)
         except msgspec.DecodeError as error:
             damaged.append(f"line {number}: {error}")
             is_journal &= line.startswith(_LINE_PREFIX) or _LINE_PREFIX.startswith(line)
             continue
         if isinstance(entry, JournalOpened):
-            open_now[entry.migration_id] = entry
+            open_now[entry.record.migration_id] = entry
         else:
             open_now.pop(entry.migration_id, None)
     if not is_journal:

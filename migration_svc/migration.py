@@ -107,15 +107,15 @@ class MigrationRun:
         trace = traces.start(self._order.request.traceparent, record)
         try:
             async with slots.hold(record.request_id, record.source_instance_id, record.target_instance_id):
-                journal.write(opened := self._opened())
+                journal.write(JournalOpened(record=record, target_address=self._order.target_address))
                 begun = True
                 problem = await self._import(channels, trace)
             if problem:
                 # The call has ended, and the migration may not have.
-                end = await cancel_or_ask_end(opened, channels)
+                end = await cancel_or_ask_end(record.migration_id, self._order.target_address, channels)
                 self._apply_event(end)
                 record.error = f"{problem}; {end.reason}" if end.reason else record.error
-            journal.write(closed(record))
+            journal.write(JournalClosed(migration_id=record.migration_id))
         except NotAdmitted as refused:
             self._end(ABORTED, str(refused))
         finally:
@@ -210,32 +210,20 @@ class MigrationRun:
             word = "aborted" if state == ABORTED else "ended in an unknown way"
             log.warning("migration %s of %s %s: %s", record.migration_id, record.request_id, word, error)
 
-    def _opened(self) -> JournalOpened:
-        record = self.record
-        return JournalOpened(
-            migration_id=record.migration_id,
-            request_id=record.request_id,
-            source_instance_id=record.source_instance_id,
-            target_instance_id=record.target_instance_id,
-            target_address=self._order.target_address,
-            epoch=record.epoch,
-            reason=record.reason,
-            policy=record.policy,
-            opened_s=record.opened_s,
-        )
 
-
-async def cancel_or_ask_end(entry: JournalOpened, channels: Channels) -> worker_pb2.ImportEvent:
+async def cancel_or_ask_end(
+    migration_id: str, target_address: str, channels: Channels
+) -> worker_pb2.ImportEvent:
     """Have the target abort a migration unless it is being committed, and return how it ended."""
-    stub = worker_pb2_grpc.WorkerStub(channels.get(entry.target_address, Role.WORKER))
-    request = worker_pb2.CancelImportRequest(migration_id=entry.migration_id)
+    stub = worker_pb2_grpc.WorkerStub(channels.get(target_address, Role.WORKER))
+    request = worker_pb2.CancelImportRequest(migration_id=migration_id)
     loop = asyncio.get_running_loop()
     # It may have to wait for the front end's answer. One that cannot be reached is tried for less long.
     until_s, give_up_s = loop.time() + SETTLE_S, loop.time() + _UNREACHABLE_S
     while True:
         try:
             call = stub.CancelImport(request, timeout=max(0.0, until_s - loop.time()))
-            reply = decoded(await call, entry.target_address)
+            reply = decoded(await call, target_address)
         except grpc.aio.AioRpcError as error:
             reason = f"target not reached: {format_error(error)}"
             if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() > give_up_s:
@@ -248,14 +236,3 @@ async def cancel_or_ask_end(entry: JournalOpened, channels: Channels) -> worker_
             reason = "the target knows of no such migration: it did not begin there, or its process has ended"
             return worker_pb2.ImportEvent(state=UNKNOWN, reason=reason)
         await asyncio.sleep(_RETRY_S)
-
-
-def closed(record: migration_pb2.MigrationRecord) -> JournalClosed:
-    """Return the journal's entry of a migration that has ended."""
-    return JournalClosed(
-        migration_id=record.migration_id,
-        committed=record.state == COMMITTED,
-        error=record.error,
-        closed_s=record.closed_s,
-        unknown=record.state == UNKNOWN,
-    )

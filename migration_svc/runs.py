@@ -7,12 +7,12 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from migration_svc.journal import Journal
+from migration_svc.journal import Journal, JournalClosed
 from migration_svc.metrics import MigrationMetrics
-from migration_svc.migration import ENDED, CopyRules, MigrationRun, Order, cancel_or_ask_end, closed
+from migration_svc.migration import CopyRules, MigrationRun, Order, cancel_or_ask_end
 from migration_svc.slots import MigrationSlots
 from migration_svc.traces import MigrationTraces
 from tailrace.records import InstanceRecord
@@ -70,12 +70,6 @@ class History:
         return records[:limit] if limit else records
 
 
-# Updates queued for a slow watcher; it may miss older ones, but never the last.
-_WATCH_LIMIT: Final = 64
-
-Updates = asyncio.Queue[migration_pb2.MigrationRecord]
-
-
 class Runs:
     """Own every migration's task until it ends or `close` is called."""
 
@@ -108,61 +102,28 @@ class Runs:
         What has been committed meanwhile is recorded so.
         """
         unfinished = self._journal.unfinished
-        ends = await asyncio.gather(*(cancel_or_ask_end(entry, self._channels) for entry in unfinished))
-        for entry, end in zip(unfinished, ends, strict=True):
-            record = migration_pb2.MigrationRecord(
-                migration_id=entry.migration_id,
-                request_id=entry.request_id,
-                source_instance_id=entry.source_instance_id,
-                target_instance_id=entry.target_instance_id,
-                epoch=entry.epoch,
-                reason=entry.reason,
-                policy=entry.policy,
-                state=end.state,
-                error=f"the migration service was restarted; {end.reason}" if end.reason else "",
-                opened_s=entry.opened_s,
-                closed_s=time.time(),
-            )
-            self._journal.write(closed(record))
+        calls = [
+            cancel_or_ask_end(entry.record.migration_id, entry.target_address, self._channels)
+            for entry in unfinished
+        ]
+        for entry, end in zip(unfinished, await asyncio.gather(*calls), strict=True):
+            record = entry.record
+            record.state, record.closed_s = end.state, time.time()
+            record.error = f"the migration service was restarted; {end.reason}" if end.reason else ""
+            self._journal.write(JournalClosed(migration_id=record.migration_id))
             self._history.add(record)
-
-    def start(
-        self, request: migration_pb2.MigrateRequest, instances: Mapping[str, InstanceRecord]
-    ) -> AsyncIterator[migration_pb2.MigrationRecord]:
-        """Begin a migration; return an iterator over its states, the last of which is its end.
-
-        The migration continues whether or not they are read. Raise InvalidMigration, UnknownInstance or
-        Stopping.
-        """
-        updates: Updates = asyncio.Queue(_WATCH_LIMIT)
-        record = self._begin(request, instances, lambda changed: _offer(updates, changed))
-        _offer(updates, record)
-        return _watch(updates)
 
     def begin(
         self,
         request: migration_pb2.MigrateRequest,
         instances: Mapping[str, InstanceRecord],
-        on_end: Callable[[migration_pb2.MigrationRecord], None],
+        on_change: Callable[[migration_pb2.MigrationRecord], None],
     ) -> None:
-        """Begin a migration of which only the end is of interest; `on_end` gets the final record, which it
-        must not change.
+        """Begin a migration. `on_change` gets its record, which will change, in each state from the first to
+        the end.
 
         Raise InvalidMigration, UnknownInstance or Stopping; then it is not called.
         """
-
-        def changed(record: migration_pb2.MigrationRecord) -> None:
-            if record.state in ENDED:
-                on_end(record)
-
-        self._begin(request, instances, changed)
-
-    def _begin(
-        self,
-        request: migration_pb2.MigrateRequest,
-        instances: Mapping[str, InstanceRecord],
-        on_change: Callable[[migration_pb2.MigrationRecord], None],
-    ) -> migration_pb2.MigrationRecord:
         if not self._admitting:
             raise Stopping
         order = _order(request, instances)
@@ -185,7 +146,7 @@ class Runs:
         )
         self._tasks.add(task)
         task.add_done_callback(self._done)
-        return record
+        on_change(record)
 
     def stop_admitting(self) -> None:
         """Begin no more migrations; the ones in progress continue."""
@@ -206,23 +167,6 @@ class Runs:
         if (error := task_error(task)) is not None:
             # A bug; watchers have received "aborted".
             loop_failed(_LOOP, task.get_name(), error)
-
-
-async def _watch(updates: Updates) -> AsyncIterator[migration_pb2.MigrationRecord]:
-    while True:
-        record = await updates.get()
-        yield record
-        if record.state in ENDED:
-            return
-
-
-def _offer(updates: Updates, record: migration_pb2.MigrationRecord) -> None:
-    """Queue a copy, dropping the oldest update if the queue is full."""
-    if updates.full():
-        updates.get_nowait()
-    copy = migration_pb2.MigrationRecord()
-    copy.CopyFrom(record)
-    updates.put_nowait(copy)
 
 
 # A migration raises the epoch by one, and uint32 fields carry it.

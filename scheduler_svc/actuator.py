@@ -17,7 +17,6 @@ from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import MigrationStarter
 from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
-from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import (
     Action,
     CopyPrefix,
@@ -292,10 +291,9 @@ async def _reply(call: Awaitable[M], address: str) -> M:
 class WorkerCalls:
     """What the scheduler has workers do: offer a request, return waiting prompts, copy a prefix."""
 
-    def __init__(self, state: ReportedCluster, channels: Channels, traceparents: Traceparents) -> None:
+    def __init__(self, state: ReportedCluster, channels: Channels) -> None:
         self._state = state
         self._channels = channels
-        self._traceparents = traceparents
 
     def offer(self, request: RequestView, offer: Offer, policy: str) -> Coroutine[None, None, bool]:
         """Enter the migration into the model; return a coroutine that has the request's worker find the
@@ -341,7 +339,7 @@ class WorkerCalls:
                 reason=offer.reason,
                 policy=policy,
                 most_tokens=offer.most_tokens,
-                traceparent=self._traceparents.get(request_id) or self._state.traceparent(request_id),
+                traceparent=self._state.traceparent(request_id),
             )
             stub = bidask_pb2_grpc.BidAskStub(self._channels.get(source.address, Role.WORKER))
             reply = await _reply(stub.Offer(offered, timeout=_OFFER_S), source.address)

@@ -33,7 +33,6 @@ from scheduler_svc.recorder import Recorder
 from scheduler_svc.rollouts import Rollouts
 from scheduler_svc.servicer import SchedulerServicer
 from scheduler_svc.settings import Settings
-from scheduler_svc.traceparents import Traceparents
 from tailrace.brief_help import BriefCommand
 from tailrace.control.active_policy import ActivePolicy, warm_up
 from tailrace.control.events import KnownMembers, MembersChanged
@@ -213,10 +212,9 @@ class Parts:
         self._desired = DesiredMetrics(self.state, service.members, self.active, scaling, leading)
         service.registry.register(self._desired)
         settings = self._settings = Settings(service.store)
-        traceparents = Traceparents()
         migrations = self.migrations = Migrations(service.members, service.channels)
-        migration_starter = MigrationStarter(self.state, migrations, traceparents)
-        workers = WorkerCalls(self.state, service.channels, traceparents)
+        migration_starter = MigrationStarter(self.state, migrations)
+        workers = WorkerCalls(self.state, service.channels)
         self.actuator = Actuator(self.state, migration_starter, workers, settings, self.metrics)
         guard = PolicyGuard(self.metrics, budgets, waited_for_core_s)
         self.control = LiveControl(self.state, self.active, self.actuator, guard)
@@ -252,7 +250,7 @@ class Parts:
         self.servicers = [
             Servicer(
                 add_SchedulerServicer_to_server,
-                SchedulerServicer(self._loop, service.members, traceparents, service.tracing),
+                SchedulerServicer(self._loop, service.members, service.tracing),
                 "tailrace.v1.Scheduler",
             ),
             Servicer(add_AdminServicer_to_server, admin, "tailrace.v1.Admin"),

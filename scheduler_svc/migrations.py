@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from tailrace.service.channels import format_error
-from tailrace.service.tasks import cancel, first_ended, run_once
+from tailrace.service.tasks import cancel, first_ended, run_once, task_error
 from tailrace.telemetry.incidents import unreadable
 from tailrace.v1 import migration_pb2
 
 if TYPE_CHECKING:
     from tailrace.v1.migration_pb2_grpc import MigrationAsyncStub
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import WhenFull
 from tailrace.cluster import InstanceState, Phase, RequestView
 from tailrace.control.events import MigrationClosed, MigrationOpened
@@ -42,8 +42,20 @@ class StreamLost(Exception):
     """The stream broke after the migration was sent; the message says how. It may have begun."""
 
 
+OnChange = Callable[[migration_pb2.MigrationRecord], None]
+"""Gets the record of a migration in each state before its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A migration that was sent, or will be in a moment."""
+
+    end: asyncio.Future[migration_pb2.MigrationUpdate]
+    on_change: OnChange | None
+
+
 class MigrationStream:
-    """Migrate over one MigrateMany call, which begins at once. Once broken, it stays so."""
+    """Migrate over one call, which begins at once. Once broken, it stays so."""
 
     def __init__(self, stub: MigrationAsyncStub) -> None:
         self._stub = stub
@@ -52,7 +64,7 @@ class MigrationStream:
         self._count = 0
         self._unsent: list[migration_pb2.NumberedMigration] = []
         self._changed = asyncio.Event()
-        self._open: dict[int, asyncio.Future[migration_pb2.MigrationEnd]] = {}
+        self._open: dict[int, _Sent] = {}
         self._task = run_once("stream of migrations", self._run)
 
     @property
@@ -69,8 +81,8 @@ class MigrationStream:
             await asyncio.shield(self._opened)
 
     async def migrate(
-        self, request: migration_pb2.MigrateRequest, within_s: float
-    ) -> migration_pb2.MigrationEnd:
+        self, request: migration_pb2.MigrateRequest, within_s: float, on_change: OnChange | None = None
+    ) -> migration_pb2.MigrationUpdate:
         """Return how the migration ended. The stream must be open.
 
         Raise StreamLost if that will never be known, or is not after so many seconds.
@@ -78,9 +90,10 @@ class MigrationStream:
         if self.broken:
             raise StreamLost("the stream has ended")
         number = self._count = self._count + 1
-        end: asyncio.Future[migration_pb2.MigrationEnd] = asyncio.get_running_loop().create_future()
-        self._open[number] = end
-        self._unsent.append(migration_pb2.NumberedMigration(number=number, request=request))
+        end: asyncio.Future[migration_pb2.MigrationUpdate] = asyncio.get_running_loop().create_future()
+        self._open[number] = _Sent(end, on_change)
+        watched = on_change is not None
+        self._unsent.append(migration_pb2.NumberedMigration(number=number, request=request, watched=watched))
         self._changed.set()
         try:
             async with asyncio.timeout(within_s):
@@ -97,7 +110,7 @@ class MigrationStream:
         await cancel(self._task)
 
     async def _run(self) -> None:
-        call = self._stub.MigrateMany()
+        call = self._stub.Migrate()
         reason = "the stream has ended"
         try:
             async with asyncio.timeout(_OPEN_S):
@@ -139,10 +152,14 @@ class MigrationStream:
                 # The other ends still come; these migrations run into their deadlines.
                 unreadable("reply of a service", "of a migration service", "it cannot be decoded")
                 continue
+            for change in reply.changed:
+                sent = self._open.get(change.number)
+                if sent is not None and sent.on_change is not None:
+                    sent.on_change(change.record)
             for end in reply.ended:
-                waiting = self._open.get(end.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(end)
+                sent = self._open.get(end.number)
+                if sent is not None and not sent.end.done():
+                    sent.end.set_result(end)
 
     def _break(self, reason: str) -> None:
         """Tell all who wait."""
@@ -150,9 +167,9 @@ class MigrationStream:
             self._opened.set_exception(StreamLost(reason))
         # Retrieved, so that asyncio does not log it if nobody waits.
         self._opened.exception()
-        for end in self._open.values():
-            if not end.done():
-                end.set_exception(StreamLost(reason))
+        for sent in self._open.values():
+            if not sent.end.done():
+                sent.end.set_exception(StreamLost(reason))
 
 
 log = logging.getLogger(__name__)
@@ -175,35 +192,10 @@ class Migrations:
         self._streams: dict[tuple[str, str], MigrationStream] = {}
 
     async def migrate(
-        self, request: migration_pb2.MigrateRequest
-    ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        """Yield records until the migration is over. Closing the generator does not abort the migration.
-
-        Raise AdminError.
-        """
-        failure: str | None = None
-        for service in preferred(self._members, KIND):
-            received = False
-            call = MigrationStub(self._channels.get(service.address, Role.MIGRATION)).Migrate(
-                request, timeout=MIGRATE_MAX_S
-            )
-            try:
-                async for record in call:
-                    received = True
-                    yield decoded(record, service.service_id)
-                return
-            except grpc.aio.AioRpcError as error:
-                # Once it has begun there, it must not be started on another service.
-                if received or error.code() is not _UNAVAILABLE:
-                    raise AdminError(error.code(), error.details() or error.code().name) from error
-                self._log_unreachable(service, error)
-                failure = _reason(error)
-            finally:
-                call.cancel()
-        raise _unavailable(failure)
-
-    async def run(self, request: migration_pb2.MigrateRequest) -> bool:
-        """Migrate, over a stream that all such migrations share; return whether it was committed.
+        self, request: migration_pb2.MigrateRequest, on_change: OnChange | None = None
+    ) -> migration_pb2.MigrationRecord:
+        """Migrate, over a stream that all migrations share; return the record of the end. Cancelling does not
+        abort the migration.
 
         Raise AdminError if it has not begun, or its end cannot be known.
         """
@@ -219,13 +211,13 @@ class Migrations:
                 failure = _reason(error)
                 continue
             try:
-                end = await stream.migrate(request, MIGRATE_MAX_S)
+                end = await stream.migrate(request, MIGRATE_MAX_S, on_change)
             except StreamLost as error:
                 # Once it may have begun there, it must not be started on another service.
                 lost = f"migration service {service.service_id}: {error}"
                 raise AdminError(_UNAVAILABLE, lost) from error
             if not end.code:
-                return end.state == types_pb2.MIGRATION_STATE_COMMITTED
+                return end.record
             refused = AdminError(_STATUS.get(end.code, grpc.StatusCode.UNKNOWN), end.error)
             if refused.code is not _UNAVAILABLE:
                 raise refused
@@ -276,15 +268,16 @@ def _reason(error: Exception) -> str:
 
 
 _PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+# States queued for a slow watcher; it may miss older ones, but never the end.
+_STATES_MAX: Final = 64
 
 
 class MigrationStarter:
     """Start migrations, at most one open migration per request."""
 
-    def __init__(self, state: ReportedCluster, migrations: Migrations, traceparents: Traceparents) -> None:
+    def __init__(self, state: ReportedCluster, migrations: Migrations) -> None:
         self._state = state
         self._migrations = migrations
-        self._traceparents = traceparents
 
     def move(
         self,
@@ -293,20 +286,21 @@ class MigrationStarter:
         reason: str,
         policy: str,
         mode: worker_pb2.CopyMode.ValueType,
-        when_full: WhenFull = WhenFull.REFUSE,
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
         """Enter the migration into the model; return a generator of its records until it is over.
 
-        Raise AdminError, immediately or while iterating. `when_full` HOST acts like REFUSE here: whether host
-        memory may take a request is up to the target's batch order.
+        Raise AdminError, immediately or while iterating.
         """
-        return self._migrate(self._enter(request, target_id, reason, policy, mode, when_full))
+        return self._watch(self._enter(request, target_id, reason, policy, mode, WhenFull.REFUSE))
 
     def order(
         self, request: RequestView, target_id: str, reason: str, policy: str, when_full: WhenFull
     ) -> Coroutine[None, None, bool]:
-        """As `move`, with copy rounds, for a caller that needs to know only whether it was committed: that
-        costs a fraction."""
+        """As `move`, with copy rounds, for a caller that needs to know only whether it was committed.
+
+        `when_full` HOST acts like REFUSE here: whether host memory may take a request is up to the target's
+        batch order.
+        """
         mode = worker_pb2.COPY_MODE_PRE_COPY
         return self._order(self._enter(request, target_id, reason, policy, mode, when_full))
 
@@ -320,7 +314,8 @@ class MigrationStarter:
         when_full: WhenFull,
     ) -> migration_pb2.MigrateRequest:
         self.check(request, target_id)
-        if not self._state.order(MigrationOpened(request, target_id)):
+        # A paused request has one, whoever ordered it.
+        if request.migrating or not self._state.order(MigrationOpened(request, target_id)):
             raise AdminError(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         return migration_pb2.MigrateRequest(
             request_id=request.request_id,
@@ -330,27 +325,40 @@ class MigrationStarter:
             reason=reason,
             policy=policy,
             mode=mode,
-            traceparent=self._traceparents.get(request.request_id)
-            or self._state.traceparent(request.request_id),
+            traceparent=self._state.traceparent(request.request_id),
             wait_for_room=when_full is WhenFull.WAIT,
         )
 
     async def _order(self, request: migration_pb2.MigrateRequest) -> bool:
         try:
-            return await self._migrations.run(request)
+            end = await self._migrations.migrate(request)
         finally:
             self._state.apply(MigrationClosed(request.request_id))
+        return end.state == types_pb2.MIGRATION_STATE_COMMITTED
 
-    async def _migrate(
+    async def _watch(
         self, request: migration_pb2.MigrateRequest
     ) -> AsyncGenerator[migration_pb2.MigrationRecord]:
-        records = self._migrations.migrate(request)
+        # None: there will be no more.
+        states: asyncio.Queue[migration_pb2.MigrationRecord | None] = asyncio.Queue(_STATES_MAX)
+
+        def put(state: migration_pb2.MigrationRecord | None) -> None:
+            if states.full():
+                states.get_nowait()
+            states.put_nowait(state)
+
+        ending = asyncio.create_task(self._migrations.migrate(request, put), name="watched migration")
+        ending.add_done_callback(lambda _: put(None))
         try:
-            async for record in records:
-                yield record
+            while (state := await states.get()) is not None:
+                yield state
+            yield await ending
         finally:
-            await records.aclose()
             self._state.apply(MigrationClosed(request.request_id))
+            await cancel(ending)
+            task_error(ending)
+            # It keeps an error, whose frames have it.
+            del ending
 
     def check(self, request: RequestView, target_id: str) -> None:
         """Check that the request can move to the target now. Raise AdminError."""
@@ -365,16 +373,14 @@ class MigrationStarter:
             raise AdminError(
                 _PRECONDITION, f"instance {target_id} is {target.state.value}; it gets no new requests"
             )
-        if handover_between(source.record.handover, tracked.record.handover).mode is TransferMode.STAYS:
-            stays = handover_between(source.record.handover, tracked.record.handover)
-            raise AdminError(_PRECONDITION, f"request {request.request_id} cannot move: {stays.reason}")
+        handover = handover_between(source.record.handover, tracked.record.handover)
+        if handover.mode is TransferMode.STAYS:
+            raise AdminError(_PRECONDITION, f"request {request.request_id} cannot move: {handover.reason}")
         if tracked.record.model_fingerprint != source.record.model_fingerprint:
             # The move is by replay, which needs the same model.
             models = difference(source.record.model_identity, tracked.record.model_identity)
             if models:
                 raise AdminError(_PRECONDITION, f"{request.instance_id} and {target_id}: {models}")
-        if request.migrating:
-            raise AdminError(_PRECONDITION, f"request {request.request_id}: a migration of it is open")
         if request.phase is Phase.PREFILL:
             raise AdminError(
                 _PRECONDITION,

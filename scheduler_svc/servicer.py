@@ -11,7 +11,6 @@ import msgspec
 from opentelemetry.trace import Tracer
 
 from scheduler_svc.loop import DecisionLoop
-from scheduler_svc.traceparents import Traceparents
 from tailrace.cluster import Arrival
 from tailrace.members import Members
 from tailrace.model_identity import covers
@@ -24,12 +23,9 @@ from tailrace.v1 import scheduler_pb2, scheduler_pb2_grpc
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Serve placements on leader and standby alike: they need the last known state, not leadership."""
 
-    def __init__(
-        self, loop: DecisionLoop, members: Members, traceparents: Traceparents, tracing: Tracing
-    ) -> None:
+    def __init__(self, loop: DecisionLoop, members: Members, tracing: Tracing) -> None:
         self._loop = loop
         self._members = members
-        self._traceparents = traceparents
         self._tracing = tracing
         self._tracer: Tracer = tracing.tracer("scheduler")
 
@@ -46,7 +42,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     def _place(self, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.PlaceReply:
         reply = self._loop.place(_arrival(request))
-        self._traceparents.remember(request.request_id, request.traceparent)
         if self._tracing.continues(request.traceparent):
             self._trace(request, reply)
         reply.rollout = newer_rollout(request, self._members.rollouts)

@@ -56,7 +56,6 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, frozenset[Role]]]] = {
     "tailrace.v1.Migration": {
         # Workers call it for requests that they win by bid-ask.
         "Migrate": _SCHEDULER | _WORKER,
-        "MigrateMany": _SCHEDULER,
         "ListMigrations": _SCHEDULER,
     },
     "tailrace.v1.Worker": {

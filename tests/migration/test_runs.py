@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import pytest
 from grpc import StatusCode
 from prometheus_client import CollectorRegistry
 
-from migration_svc.journal import Journal, JournalClosed, JournalOpened
+from migration_svc.journal import Journal, JournalClosed
 from migration_svc.metrics import MigrationMetrics
-from migration_svc.migration import CopyRules, cancel_or_ask_end
+from migration_svc.migration import ENDED, CopyRules, cancel_or_ask_end
 from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
 from migration_svc.slots import MigrationSlots
 from migration_svc.traces import MigrationTraces
@@ -24,9 +24,20 @@ from tailrace.service.server import Servicer, serve_grpc
 from tailrace.telemetry.tracing import Tracing
 from tailrace.v1 import migration_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.counting import failures_of, skipped
-from tests.migration.scripted_worker import ABORTED, COMMITTED, GONE, UNKNOWN, ScriptedWorker, commit
+from tests.migration.scripted_worker import (
+    ABORTED,
+    COMMITTED,
+    GONE,
+    PRE_COPY,
+    STOP_AND_COPY,
+    UNKNOWN,
+    ScriptedWorker,
+    commit,
+)
 from tests.raw_replies import UNDECODABLE, add_raw
 from tests.waiting import WAIT_S
+
+QUEUED = types_pb2.MIGRATION_STATE_QUEUED
 
 
 def instance(name: str, address: str) -> InstanceRecord:
@@ -69,15 +80,31 @@ class Bench:
 
     async def migrate(self, **changes: object) -> list[migration_pb2.MigrationRecord]:
         """Run one migration and return the records of all its states."""
-        return [record async for record in self.start(**changes)]
+        records: list[migration_pb2.MigrationRecord] = []
+        ended = asyncio.Event()
 
-    def start(self, **changes: object) -> AsyncIterator[migration_pb2.MigrationRecord]:
+        def on_change(record: migration_pb2.MigrationRecord) -> None:
+            records.append(copied := migration_pb2.MigrationRecord())
+            copied.CopyFrom(record)
+            if record.state in ENDED:
+                ended.set()
+
+        self.begin(on_change, **changes)
+        await ended.wait()
+        return records
+
+    def begin(
+        self,
+        on_change: Callable[[migration_pb2.MigrationRecord], None] = lambda _: None,
+        /,
+        **changes: object,
+    ) -> None:
         request = migration_pb2.MigrateRequest(
             request_id="r", source_instance_id="a", target_instance_id="b", from_epoch=3, reason="test"
         )
         for field, value in changes.items():
             setattr(request, field, value)
-        return self.runs.start(request, self.instances)
+        self.runs.begin(request, self.instances, on_change)
 
 
 @asynccontextmanager
@@ -109,6 +136,13 @@ async def test_committed_migration_is_recorded_with_its_cost() -> None:
         assert b.history.list("r", 0) == [last]
 
 
+async def test_each_state_is_told() -> None:
+    async with bench() as b:
+        b.worker.script = commit(rounds=3)
+        told = [(record.state, len(record.rounds)) for record in await b.migrate()]
+        assert told == [(QUEUED, 0), (PRE_COPY, 1), (PRE_COPY, 2), (STOP_AND_COPY, 3), (COMMITTED, 3)]
+
+
 @pytest.mark.parametrize("epoch", [2**32 - 1, 2**32 - 2])
 async def test_an_epoch_that_cannot_be_raised_is_refused_by_name(epoch: int) -> None:
     async with bench() as b:
@@ -134,8 +168,8 @@ async def test_request_can_be_moved_again_after_the_final_record() -> None:
         # The target reports the outcome before it releases the source.
         b.worker.script = [*commit(), "linger"]
         for _ in range(3):
-            ended = [record async for record in b.start() if record.state in (COMMITTED, ABORTED)]
-            assert [(record.state, record.error) for record in ended] == [(COMMITTED, "")]
+            last = (await b.migrate())[-1]
+            assert (last.state, last.error) == (COMMITTED, "")
 
 
 async def test_abort_by_the_target_states_the_reason() -> None:
@@ -152,10 +186,12 @@ async def test_target_without_an_outcome_is_given_up() -> None:
 
 
 async def test_hung_target_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def cancel_patiently(entry: JournalOpened, channels: Channels) -> worker_pb2.ImportEvent:
+    async def cancel_patiently(
+        migration_id: str, target_address: str, channels: Channels
+    ) -> worker_pb2.ImportEvent:
         with monkeypatch.context() as patch:
             patch.setattr("migration_svc.migration.SETTLE_S", WAIT_S)
-            return await cancel_or_ask_end(entry, channels)
+            return await cancel_or_ask_end(migration_id, target_address, channels)
 
     monkeypatch.setattr("migration_svc.migration.SETTLE_S", 0.1)
     monkeypatch.setattr("migration_svc.migration.cancel_or_ask_end", cancel_patiently)
@@ -188,7 +224,7 @@ async def test_target_whose_call_broke_is_asked_for_the_end(
         last = (await b.migrate())[-1]
         assert last.state == state and error in last.error and bool(last.error) == bool(error)
         lines = (tmp_path / "journal").read_bytes().splitlines()
-        assert msgspec.json.decode(lines[-1], type=JournalClosed).committed == (state == COMMITTED)
+        assert msgspec.json.decode(lines[-1], type=JournalClosed).migration_id == last.migration_id
 
 
 async def test_target_whose_event_cannot_be_decoded_is_asked_for_the_end(tmp_path: Path) -> None:
@@ -223,22 +259,19 @@ async def test_target_that_cannot_be_reached_at_first_is_called_again(
 
 
 async def test_end_of_a_migration_to_an_unreachable_target_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("migration_svc.migration._UNREACHABLE_S", 0.0)
-    async with bench(tmp_path / "journal") as b:
+    async with bench() as b:
         b.instances["b"] = instance("b", "127.0.0.1:1")
         last = (await b.migrate())[-1]
         assert last.state == UNKNOWN and "target b" in last.error
-        lines = (tmp_path / "journal").read_bytes().splitlines()
-        closed = msgspec.json.decode(lines[-1], type=JournalClosed)
-        assert closed.unknown and not closed.committed
 
 
 async def test_migration_continues_without_a_watcher() -> None:
     async with bench() as b:
         b.worker.script = commit()
-        b.start()
+        b.begin()
         await asyncio.wait_for(b.worker.imports.get(), WAIT_S)
         await b.runs.wait()
         assert b.history.list("", 0)[0].state == COMMITTED
@@ -247,7 +280,7 @@ async def test_migration_continues_without_a_watcher() -> None:
 async def test_close_aborts_open_migrations(tmp_path: Path) -> None:
     async with bench(tmp_path / "journal") as b:
         b.worker.script = ["hang"]
-        b.start()
+        b.begin()
         await asyncio.wait_for(b.worker.imports.get(), WAIT_S)
         await b.runs.close()
         await asyncio.wait_for(b.worker.cancelled_calls.wait(), WAIT_S)
@@ -264,7 +297,7 @@ async def test_restart_learns_the_ends_of_unfinished_migrations(
     path = tmp_path / "journal"
     async with bench(path) as b:
         b.worker.script = ["hang"]
-        b.start()
+        b.begin()
         await asyncio.wait_for(b.worker.imports.get(), WAIT_S)
         # As after SIGKILL: the journal stays as it is now.
         journal_bytes = path.read_bytes()
@@ -295,15 +328,15 @@ async def test_invalid_request_names_the_field(
 ) -> None:
     async with bench() as b:
         with pytest.raises(error, match=message):
-            b.start(**changes)
+            b.begin(**changes)
 
 
 async def test_stopping_service_finishes_migrations_and_admits_none(tmp_path: Path) -> None:
     async with bench(tmp_path / "journal") as b:
         b.worker.script = commit()
-        b.start()
+        b.begin()
         b.runs.stop_admitting()
         with pytest.raises(Stopping):
-            b.start()
+            b.begin()
         await asyncio.wait_for(b.runs.wait(), WAIT_S)
         assert b.history.list("", 0)[0].state == COMMITTED

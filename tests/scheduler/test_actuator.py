@@ -17,7 +17,6 @@ from scheduler_svc.loop import DecisionLoop
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.migrations import Migrations, MigrationStarter
 from scheduler_svc.settings import Settings
-from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import ORDERED_MAX, Action, Migrate, ReturnPrompts, SetPool, WhenFull
 from tailrace.cluster import ClusterView, Pool, RequestView, Stage
 from tailrace.control.active_policy import ActivePolicy
@@ -120,9 +119,9 @@ async def scheduler(etcd: str, cluster: str) -> AsyncIterator[Scheduler]:
         )
         active.policy = FlipAndSpread()
         leading.set()
-        metrics, traceparents = SchedulerMetrics(CollectorRegistry()), Traceparents()
-        mover = MigrationStarter(state, Migrations(membership, channels), traceparents)
-        workers = WorkerCalls(state, channels, traceparents)
+        metrics = SchedulerMetrics(CollectorRegistry())
+        mover = MigrationStarter(state, Migrations(membership, channels))
+        workers = WorkerCalls(state, channels)
         actuator = Actuator(state, mover, workers, Settings(store), metrics)
         stack.push_async_callback(actuator.close)
         set_members(state, in_pools(dict.fromkeys("abc", Pool.PREFILL)), 0.0)

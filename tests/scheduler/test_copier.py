@@ -7,7 +7,6 @@ import pytest
 
 from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import CopyPrefix
 from tailrace.cluster import Arrival
 from tailrace.control.reported_cluster import ReportedCluster
@@ -53,7 +52,7 @@ async def test_the_target_gets_the_order_and_the_copy_counts() -> None:
     servicer = Servicer(cache_pb2_grpc.add_CacheServicer_to_server, target, "tailrace.v1.Cache")
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
         state = two_requests(server.address)
-        copier = WorkerCalls(state, channels, Traceparents())
+        copier = WorkerCalls(state, channels)
         work = copier.copy(COPY)
         hot = state.hot_prefixes(0.0)
         assert hot is not None and hot.copying == {"b"}
@@ -80,7 +79,7 @@ async def test_the_target_gets_the_order_and_the_copy_counts() -> None:
 async def test_an_outdated_order_is_refused(copy: CopyPrefix) -> None:
     channels = Channels()
     with pytest.raises(AdminError):
-        await WorkerCalls(two_requests("127.0.0.1:9"), channels, Traceparents()).copy(copy)
+        await WorkerCalls(two_requests("127.0.0.1:9"), channels).copy(copy)
     await channels.close()
 
 
@@ -89,7 +88,7 @@ async def test_a_copy_to_a_lost_target_no_longer_counts() -> None:
     async with serve_grpc("127.0.0.1:0", []) as server:
         state = two_requests(server.address)
         with pytest.raises(AdminError):
-            await WorkerCalls(state, channels, Traceparents()).copy(COPY)
+            await WorkerCalls(state, channels).copy(COPY)
     (copy,) = state.hot.copies
     hot = state.hot_prefixes(copy.until_s)
     assert hot is not None and not hot.copying

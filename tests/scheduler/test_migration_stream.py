@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from migration_svc.servicer import MigrationServicer
+from migration_svc.servicer import ManyMigrations, MigrationServicer
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.migrations import Migrations, MigrationStream
 from tailrace.records import ServiceRecord
@@ -19,8 +19,8 @@ from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import migration_pb2, migration_pb2_grpc, types_pb2
 from tests.counting import failures_of, skipped
-from tests.migration.scripted_worker import commit
-from tests.migration.test_runs import Bench, bench
+from tests.migration.scripted_worker import COMMITTED, PRE_COPY, STOP_AND_COPY, commit
+from tests.migration.test_runs import QUEUED, Bench, bench
 from tests.ports import free_port
 from tests.raw_replies import UNDECODABLE, add_raw
 from tests.waiting import WAIT_S
@@ -58,7 +58,8 @@ class Caller:
 
     async def run(self, request_id: str = "r", target: str = "b") -> bool:
         async with asyncio.timeout(WAIT_S):
-            return await self.migrations.run(request(request_id, target))
+            end = await self.migrations.migrate(request(request_id, target))
+        return end.state == types_pb2.MIGRATION_STATE_COMMITTED
 
 
 @asynccontextmanager
@@ -83,27 +84,18 @@ def servicer(of: Bench) -> MigrationServicer:
 
 
 class Counting(MigrationServicer):
-    """Counts the streams, and the migrations that have calls of their own."""
+    """Counts the streams."""
 
-    streams = calls = 0
+    streams = 0
 
-    async def MigrateMany(
+    async def Migrate(
         self,
         request_iterator: AsyncIterator[migration_pb2.MigrateManyRequest],
         context: grpc.aio.ServicerContext[migration_pb2.MigrateManyRequest, migration_pb2.MigrateManyReply],
     ) -> AsyncIterator[migration_pb2.MigrateManyReply]:
         self.streams += 1
-        async for reply in super().MigrateMany(request_iterator, context):
+        async for reply in super().Migrate(request_iterator, context):
             yield reply
-
-    async def Migrate(
-        self,
-        request: migration_pb2.MigrateRequest,
-        context: grpc.aio.ServicerContext[migration_pb2.MigrateRequest, migration_pb2.MigrationRecord],
-    ) -> AsyncIterator[migration_pb2.MigrationRecord]:
-        self.calls += 1
-        async for record in super().Migrate(request, context):
-            yield record
 
 
 async def test_many_migrations_share_a_stream_and_each_gets_its_own_end() -> None:
@@ -121,7 +113,49 @@ async def test_many_migrations_share_a_stream_and_each_gets_its_own_end() -> Non
         assert invalid.value.code is grpc.StatusCode.INVALID_ARGUMENT
         b.worker.script = []
         assert await c.run() is False
-        assert (counting.streams, counting.calls) == (1, 0)
+        assert counting.streams == 1
+
+
+def told(records: Iterable[migration_pb2.MigrationRecord]) -> list[tuple[int, int]]:
+    """Return the state and the number of copy rounds of each record."""
+    return [(record.state, len(record.rounds)) for record in records]
+
+
+async def test_a_watched_migration_tells_its_states() -> None:
+    async with bench() as b, caller() as c:
+        b.worker.script = commit(rounds=3)
+        await c.serve(servicer(b))
+        states: list[migration_pb2.MigrationRecord] = []
+        async with asyncio.timeout(WAIT_S):
+            end = await c.migrations.migrate(request(), states.append)
+        assert told(states) == [(QUEUED, 0), (PRE_COPY, 1), (PRE_COPY, 2), (STOP_AND_COPY, 3)]
+        assert end == b.history.list("r", 0)[0] and told([end]) == [(COMMITTED, 3)]
+
+
+async def test_a_slow_reader_misses_states_but_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("migration_svc.servicer._CHANGED_MAX", 2)
+
+    async def requests() -> AsyncIterator[migration_pb2.MigrateManyRequest]:
+        for n, watched in enumerate((True, False)):
+            yield migration_pb2.MigrateManyRequest(
+                migrations=[
+                    migration_pb2.NumberedMigration(number=n, request=request(f"r{n}"), watched=watched)
+                ]
+            )
+
+    async with bench() as b:
+        b.worker.script = commit(rounds=5)
+        many = ManyMigrations(b.runs, lambda: b.instances)
+        await many.read(requests())
+        await b.runs.wait()
+        async with asyncio.timeout(WAIT_S):
+            replies = [reply async for reply in many.replies()]
+        changed = [change for reply in replies for change in reply.changed]
+        assert told(change.record for change in changed) == [(PRE_COPY, 4), (STOP_AND_COPY, 5)]
+        assert {change.number for change in changed} == {0}
+        ended = [end for reply in replies for end in reply.ended]
+        assert {end.number for end in ended} == {0, 1}
+        assert told(end.record for end in ended) == [(COMMITTED, 5)] * 2
 
 
 async def test_a_migration_goes_on_when_its_stream_breaks_and_is_not_begun_again() -> None:
@@ -168,14 +202,12 @@ async def test_ends_are_sent_before_the_stream_ends() -> None:
             several = [migration_pb2.NumberedMigration(number=n, request=request(f"r{n}")) for n in range(5)]
             replies = [
                 reply
-                async for reply in stub.MigrateMany(
-                    iter([migration_pb2.MigrateManyRequest(migrations=several)])
-                )
+                async for reply in stub.Migrate(iter([migration_pb2.MigrateManyRequest(migrations=several)]))
             ]
         assert not replies[0].ended
         ended = [end for reply in replies for end in reply.ended]
         assert sorted(end.number for end in ended) == [0, 1, 2, 3, 4]
-        assert {end.state for end in ended} == {types_pb2.MIGRATION_STATE_COMMITTED}
+        assert {end.record.state for end in ended} == {types_pb2.MIGRATION_STATE_COMMITTED}
 
 
 async def test_an_order_that_cannot_be_carried_out_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +219,7 @@ async def test_an_order_that_cannot_be_carried_out_ends_alone(monkeypatch: pytes
         impossible.from_epoch = 2**32 - 1
         with pytest.raises(AdminError, match="from_epoch") as invalid:
             async with asyncio.timeout(WAIT_S):
-                await c.migrations.run(impossible)
+                await c.migrations.migrate(impossible)
         assert invalid.value.code is grpc.StatusCode.INVALID_ARGUMENT
         begin, before = b.runs.begin, failures_of("requested migrations")
 
@@ -202,7 +234,7 @@ async def test_an_order_that_cannot_be_carried_out_ends_alone(monkeypatch: pytes
         assert failed.value.code is grpc.StatusCode.INTERNAL
         assert failures_of("requested migrations") == before + 1
         assert await c.run("next")
-        assert (counting.streams, counting.calls) == (1, 0)
+        assert counting.streams == 1
 
 
 async def test_a_stream_that_fails_in_an_unforeseen_way_is_counted_and_replaced(
@@ -226,12 +258,12 @@ async def test_a_stream_that_fails_in_an_unforeseen_way_is_counted_and_replaced(
 class Undecodable(Counting):
     """Sends something that cannot be decoded before each reply."""
 
-    async def MigrateMany(
+    async def Migrate(
         self,
         request_iterator: AsyncIterator[migration_pb2.MigrateManyRequest],
         context: grpc.aio.ServicerContext[migration_pb2.MigrateManyRequest, migration_pb2.MigrateManyReply],
     ) -> AsyncIterator[migration_pb2.MigrateManyReply]:
-        async for reply in super().MigrateMany(request_iterator, context):
+        async for reply in super().Migrate(request_iterator, context):
             yield cast(migration_pb2.MigrateManyReply, UNDECODABLE)
             yield reply
 
@@ -245,7 +277,7 @@ async def test_a_reply_that_cannot_be_decoded_costs_no_other_migration_its_end()
         assert await c.run("one")
         assert await c.run("two")
         assert skipped("reply of a service") >= before + 2
-        assert (service.streams, service.calls) == (1, 0)
+        assert service.streams == 1
 
 
 async def test_orders_after_one_that_cannot_be_decoded_go_over_another_stream() -> None:
@@ -260,7 +292,7 @@ async def test_orders_after_one_that_cannot_be_decoded_go_over_another_stream() 
         async with grpc.aio.insecure_channel(record.address) as channel, asyncio.timeout(WAIT_S):
             many: grpc.aio.StreamStreamMultiCallable[bytes, migration_pb2.MigrateManyReply] = (
                 channel.stream_stream(
-                    "/tailrace.v1.Migration/MigrateMany",
+                    "/tailrace.v1.Migration/Migrate",
                     response_deserializer=migration_pb2.MigrateManyReply.FromString,
                 )
             )

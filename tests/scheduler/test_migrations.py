@@ -11,8 +11,7 @@ import pytest_asyncio
 
 from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.drainer import Drainer
-from scheduler_svc.migrations import Migrations, MigrationStarter
-from scheduler_svc.traceparents import Traceparents
+from scheduler_svc.migrations import Migrations, MigrationStarter, OnChange
 from tailrace.actions import Migrate
 from tailrace.cluster import RequestView
 from tailrace.control.reported_cluster import ReportedCluster
@@ -20,6 +19,8 @@ from tailrace.handover import Handover, TransferMode, by_replay
 from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
+from tailrace.v1.migration_pb2 import MigrateRequest, MigrationRecord
+from tailrace.v1.worker_pb2 import COPY_MODE_PRE_COPY
 from tests.scheduler.facts import instance, report_to, request, set_members, steady
 from tests.scheduler.test_decisions import Scheduler
 from tests.static_members import StaticMembers
@@ -57,7 +58,7 @@ async def mover() -> AsyncIterator[tuple[MigrationStarter, RequestView]]:
     report_to(state, steady("a", [request("r")]), 1.0)
     found = state.request("r")
     assert found is not None
-    yield MigrationStarter(state, Migrations(StaticMembers(), channels), Traceparents()), found  # type: ignore[arg-type]
+    yield MigrationStarter(state, Migrations(StaticMembers(), channels)), found  # type: ignore[arg-type]
     await channels.close()
 
 
@@ -76,6 +77,38 @@ async def test_incompatible_targets_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(AdminError, match=reason):
         mover[0].check(mover[1], target)
+
+
+async def test_a_slow_watcher_misses_states_but_not_the_end(
+    mover: tuple[MigrationStarter, RequestView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def migrate(_: Migrations, request: MigrateRequest, on_change: OnChange) -> MigrationRecord:
+        for number in range(100):
+            on_change(MigrationRecord(bytes=number))
+        return MigrationRecord(bytes=100)
+
+    monkeypatch.setattr(Migrations, "migrate", migrate)
+    starter, moving = mover
+    told = [r.bytes async for r in starter.move(moving, "alike", "test", "test", COPY_MODE_PRE_COPY)]
+    assert 50 < len(told) < 100 and told == [*range(101 - len(told), 101)]
+
+
+async def test_a_migration_whose_watcher_leaves_counts_no_more(
+    mover: tuple[MigrationStarter, RequestView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def migrate(_: Migrations, request: MigrateRequest, on_change: OnChange) -> MigrationRecord:
+        on_change(MigrationRecord())
+        await asyncio.Event().wait()
+        return MigrationRecord()
+
+    monkeypatch.setattr(Migrations, "migrate", migrate)
+    starter, moving = mover
+    for _ in range(2):
+        watching = starter.move(moving, "alike", "test", "test", COPY_MODE_PRE_COPY)
+        await anext(watching)
+        with pytest.raises(AdminError, match="a migration of it is open"):
+            starter.move(moving, "alike", "test", "test", COPY_MODE_PRE_COPY)
+        await watching.aclose()
 
 
 def drain_target(*others: InstanceRecord) -> str:

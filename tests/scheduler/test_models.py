@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Offer, Place
 from tailrace.cluster import Arrival, Stage
 from tailrace.control.cluster_model import ModelGroups
@@ -147,7 +146,7 @@ def test_a_policy_sees_only_instances_a_request_can_migrate_to() -> None:
 
 async def test_a_request_is_offered_only_to_instances_of_its_model(state: ReportedCluster) -> None:
     channels = Channels()
-    workers = WorkerCalls(state, channels, Traceparents())
+    workers = WorkerCalls(state, channels)
     report_to(state, steady("a", [request("r")]), 1.0)
     moving = state.request("r")
     assert moving is not None

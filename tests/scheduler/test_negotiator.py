@@ -9,7 +9,6 @@ import pytest
 
 from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.traceparents import Traceparents
 from tailrace.actions import Offer
 from tailrace.control.events import MigrationOpened
 from tailrace.control.reported_cluster import ReportedCluster
@@ -60,7 +59,7 @@ async def test_the_source_gets_the_complete_offer(taker: str) -> None:
     servicer = Servicer(bidask_pb2_grpc.add_BidAskServicer_to_server, worker, "tailrace.v1.BidAsk")
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
         state = cluster(server.address)
-        negotiator = WorkerCalls(state, channels, Traceparents())
+        negotiator = WorkerCalls(state, channels)
         moving = state.request("r")
         assert moving is not None
         order = Offer("r", "a", ("b", "c", "stranger"), "length boundary", 5_000)

@@ -7,7 +7,6 @@ import pytest
 
 from scheduler_svc.actuator import WorkerCalls
 from scheduler_svc.admin.errors import AdminError
-from scheduler_svc.traceparents import Traceparents
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
@@ -39,7 +38,7 @@ async def test_the_instance_gets_the_request_ids() -> None:
     async with serve_grpc("127.0.0.1:0", [servicer]) as server:
         state = ReportedCluster()
         set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
-        prompt_returns = WorkerCalls(state, channels, Traceparents())
+        prompt_returns = WorkerCalls(state, channels)
         assert await prompt_returns.return_prompts("a", ("r", "q", "p")) == 2
         assert worker.returned == [["r", "q", "p"]]
         with pytest.raises(AdminError, match="gone"):
@@ -53,5 +52,5 @@ async def test_a_worker_that_cannot_hand_prompts_back() -> None:
         state = ReportedCluster()
         set_members(state, StaticMembers(instances={"a": instance("a", server.address)}), 0.0)
         with pytest.raises(AdminError):
-            await WorkerCalls(state, channels, Traceparents()).return_prompts("a", ("r",))
+            await WorkerCalls(state, channels).return_prompts("a", ("r",))
     await channels.close()

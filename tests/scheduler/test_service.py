@@ -24,7 +24,7 @@ from tailrace.store.store import Store
 from tailrace.v1 import admin_pb2, migration_pb2, scheduler_pb2, types_pb2
 from tailrace.v1.admin_pb2_grpc import AdminStub
 from tests.harness.local_etcd import local_etcd
-from tests.migration.scripted_worker import ABORTED, COMMITTED, commit
+from tests.migration.scripted_worker import ABORTED, COMMITTED, PRE_COPY, STOP_AND_COPY, commit
 from tests.scheduler.conftest import Control, leads, open_control
 from tests.scheduler.facts import (
     ANSWERING,
@@ -224,7 +224,14 @@ async def test_migrate_a_request(control: Control) -> None:
     admin = await control.admin()
     await report_running(control, admin, "chatcmpl-one", "chatcmpl-two")
     control.workers["b"].script = commit()
-    record = await last_record(admin, "one", "b", "why not")
+    order = admin_pb2.AdminMigrateRequest(request_id="one", target_instance_id="b", reason="why not")
+    *progress, record = [record async for record in admin.Migrate(order, timeout=WAIT_S)]
+    queued = types_pb2.MIGRATION_STATE_QUEUED
+    assert [(each.state, len(each.rounds)) for each in progress] == [
+        (queued, 0),
+        (PRE_COPY, 1),
+        (STOP_AND_COPY, 2),
+    ]
     assert record.state == COMMITTED
     assert (record.request_id, record.reason, record.bytes, record.pause_ms) == (
         "chatcmpl-one",

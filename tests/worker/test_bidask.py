@@ -7,22 +7,26 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
 
+from migration_svc.servicer import MigrationServicer
 from tailrace.bid_ask import Space
 from tailrace.security.roles import Role
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
 from tailrace.v1 import bidask_pb2
 from tailrace.v1.bidask_pb2_grpc import BidAskStub, add_BidAskServicer_to_server
+from tailrace.v1.migration_pb2_grpc import add_MigrationServicer_to_server
 from tests.counting import failures_of
+from tests.migration.scripted_worker import commit
+from tests.migration.test_runs import bench
 from tests.waiting import WAIT_S
 from worker_agent.bidask import coordinator, offer_sender
 from worker_agent.bidask.bid_receiver import Won
-from worker_agent.bidask.coordinator import BidAskServicer, Coordinator, send_over
+from worker_agent.bidask.coordinator import BidAskServicer, Coordinator, fetch_over, send_over
 from worker_agent.bidask.messages import PeerQueues
 from worker_agent.registration import Addressee
 
@@ -142,6 +146,27 @@ async def market(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Market]:
         market = Market(stack)
         yield market
     await market.channels.close()
+
+
+async def test_a_won_request_is_fetched_by_way_of_the_migration_service() -> None:
+    async with bench() as b:
+        b.worker.script = commit()
+        servicer = MigrationServicer(b.runs, b.history, lambda: b.instances)
+        served = [Servicer(add_MigrationServicer_to_server, servicer, "tailrace.v1.Migration")]
+        async with serve_grpc("127.0.0.1:0", served) as service, asyncio.timeout(WAIT_S):
+            addresses: list[str | None] = [service.address]
+            fetch = fetch_over("b", b.channels, lambda: addresses[0])
+            award = bidask_pb2.Award(tokens=500, from_epoch=3, reason="load", policy="cascade")
+            won = Won("r", "a", 500, award, 0.0)
+            assert await fetch(won)
+            (record,) = b.history.list("r", 0)
+            assert (record.epoch, record.reason, record.policy) == (4, "load", "cascade")
+            # Not committed, refused, and without a service.
+            b.worker.script = []
+            assert not await fetch(won)
+            assert not await fetch(replace(won, sender="gone"))
+            addresses[0] = None
+            assert not await fetch(won)
 
 
 async def test_request_goes_to_a_lightly_loaded_receiver(market: Market) -> None:

@@ -124,29 +124,32 @@ def fetch_over(instance_id: str, channels: Channels, service: Callable[[], str |
         address = service()
         if address is None:
             return False
-        award, state = won.award, types_pb2.MIGRATION_STATE_UNSPECIFIED
-        call = migration_pb2_grpc.MigrationStub(channels.get(address, Role.MIGRATION)).Migrate(
-            migration_pb2.MigrateRequest(
-                request_id=won.request_id,
-                source_instance_id=won.sender,
-                target_instance_id=instance_id,
-                from_epoch=award.from_epoch,
-                reason=award.reason,
-                policy=award.policy,
-                mode=worker_pb2.COPY_MODE_PRE_COPY,
-                traceparent=award.traceparent,
-            ),
-            timeout=_MIGRATE_S,
+        award, moved = won.award, False
+        request = migration_pb2.MigrateRequest(
+            request_id=won.request_id,
+            source_instance_id=won.sender,
+            target_instance_id=instance_id,
+            from_epoch=award.from_epoch,
+            reason=award.reason,
+            policy=award.policy,
+            mode=worker_pb2.COPY_MODE_PRE_COPY,
+            traceparent=award.traceparent,
         )
+        only = migration_pb2.MigrateManyRequest(migrations=[migration_pb2.NumberedMigration(request=request)])
+        stub = migration_pb2_grpc.MigrationStub(channels.get(address, Role.MIGRATION))
+        call = stub.Migrate(iter([only]), timeout=_MIGRATE_S)
         try:
-            async for record in call:
-                state = decoded(record, f"the migration service at {address}").state
+            async for reply in call:
+                for end in decoded(reply, f"the migration service at {address}").ended:
+                    moved = end.record.state == types_pb2.MIGRATION_STATE_COMMITTED
+                    if end.code:
+                        log.info("%s was not fetched: %s", won.request_id, end.error)
         except grpc.aio.AioRpcError as error:
             log.info("%s was not fetched: %s", won.request_id, error.details())
             return False
         finally:
             call.cancel()
-        return state == types_pb2.MIGRATION_STATE_COMMITTED
+        return moved
 
     return fetch
 
