@@ -187,7 +187,7 @@ class WatchedFleet:
         return Sample(
             at_s,
             instances.instances,
-            instances.recent if instances.HasField("recent") else None,
+            instances.recent,
             requests,
             total,
             migrations,

@@ -39,7 +39,7 @@ class Sample:
 
     at_s: float
     instances: Sequence[InstanceInfo] = ()
-    recent: RecentFigures | None = None
+    recent: RecentFigures = field(default_factory=RecentFigures)
     requests: Sequence[RequestInfo] = ()
     requests_total: int = 0
     migrations: Sequence[MigrationRecord] = ()
@@ -61,7 +61,7 @@ def snapshot(now: Sample, before: Sample | None, session: Mapping[str, JsonValue
         "session": dict(session),
         "policy": {"name": active.name, "suspended": active.suspended} if active is not None else None,
         "slo": {field.name: value for field, value in now.slo.ListFields()},
-        "recent": None if now.recent is None else to_plain(now.recent),
+        "recent": to_plain(now.recent),
         "tokens_per_s": round(sum(rates), 1),
         "instances": _instance_columns(now, rates),
         "requests": _request_columns(now.requests[:REQUESTS_MAX], numbers),
@@ -143,7 +143,7 @@ def alerts(now: Sample) -> list[JsonValue]:
         if now.services and not any(service.kind == kind and service.leader for service in now.services)
     ]
     recent = now.recent
-    if recent is not None and recent.answers >= _ANSWERS_MIN and recent.slo_attainment < _ATTAINMENT:
+    if recent.answers >= _ANSWERS_MIN and recent.slo_attainment < _ATTAINMENT:
         missed = round(recent.answers * (1 - recent.slo_attainment))
         share = f"{100 * recent.slo_attainment:.1f}%"
         found.append(

@@ -14,14 +14,12 @@ from http import HTTPStatus
 from typing import Final
 
 from edge_svc.configuration import Bounds
-from tailrace.tenancy.body import LARGE_BODY_BYTES, refusal_of
+from tailrace.tenancy.body import LARGE_BODY_BYTES, refuse
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.keys import Tenant
-from tailrace.tenancy.meter import Bodies, Body, LimitExceeded, Meter
+from tailrace.tenancy.meter import MAX_ARRIVING, Bodies, Body, Meter
 from tailrace.tenancy.pace import Pace
 
-# Requests whose bodies may be arriving; half of them for one tenant.
-_MAX_ARRIVING: Final = 1_024
 # A client that has read the end of an answer may send the next request before Envoy's line about it is read.
 # So long, so many requests of a tenant that is at its limit wait for one of its others to end.
 _END_S: Final = 0.1
@@ -57,7 +55,7 @@ class Limits:
 
     def __init__(self, bounds: Bounds, has_tenants: bool) -> None:
         self._meter = Meter()
-        self._bodies = Bodies(bounds.max_bodies_bytes, _MAX_ARRIVING, has_tenants)
+        self._bodies = Bodies(bounds.max_bodies_bytes, MAX_ARRIVING, has_tenants)
         self._open: dict[str, Open] = {}
         # In the order of their ends.
         self._ended: dict[str, None] = {}
@@ -90,17 +88,17 @@ class Limits:
         if tenant is None:
             return
         await self._until_one_ends(tenant, 1)
-        _raise(self._meter.refusal(tenant, time.monotonic()))
-        _raise(request.body.grow(announced))
-        _raise(request.body.begin_arriving())
+        refuse(self._meter.refusal(tenant, time.monotonic()))
+        refuse(request.body.grow(announced))
+        refuse(request.body.begin_arriving())
 
     async def hold(self, request: Open, size: int) -> None:
         """Count the body of a request, which has arrived; a large one is read in its tenant's time, whatever
         becomes of it. Raise LimitRefusal."""
         request.body.end_arriving()
-        _raise(request.body.grow(size))
+        refuse(request.body.grow(size))
         if request.tenant is not None and size > LARGE_BODY_BYTES:
-            _raise(await self._pace.wait(request.tenant.name, _BODY_BYTE_S * size))
+            refuse(await self._pace.wait(request.tenant.name, _BODY_BYTE_S * size))
 
     async def begin(self, request: Open, demand: Demand, tokenizes: bool) -> None:
         """Count a request for vllm-rs until it ends, once others have their share. Raise LimitRefusal.
@@ -115,10 +113,10 @@ class Limits:
         if request.ended:
             return
         cost_s = _SEQUENCE_S * sequences + _TEXT_BYTE_S * demand.tokenized_bytes + demand.loop_s
-        _raise(await self._pace.wait(tenant.name, cost_s))
+        refuse(await self._pace.wait(tenant.name, cost_s))
         if request.ended:
             return
-        _raise(self._meter.begin(tenant, time.monotonic(), sequences))
+        refuse(self._meter.begin(tenant, time.monotonic(), sequences))
         request.sequences = sequences
         tokens = demand.tokenized_bytes // _BYTES_PER_TOKEN
         request.tokens, request.tokens_if_refused = (tokens, 0) if tokenizes else (0, tokens)
@@ -165,8 +163,3 @@ class Limits:
     def _is_busy(self, tenant: Tenant, sequences: int) -> bool:
         most = tenant.concurrency
         return most >= sequences and self._meter.running(tenant) + sequences > most
-
-
-def _raise(exceeded: LimitExceeded | None) -> None:
-    if exceeded is not None:
-        raise refusal_of(exceeded)

@@ -22,8 +22,6 @@ from tailrace.v1 import usage_pb2, usage_pb2_grpc
 log = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.5
-# Of an earlier version, which does not report.
-_MUCH_LATER_S: Final = 10.0
 # Front ends that are remembered, in the order of their last reports.
 _RUNS_MAX: Final = 1_000
 _STATUSES: Final = frozenset(map(int, HTTPStatus))
@@ -99,20 +97,17 @@ class Usage:
     async def _listen(self, address: str) -> None:
         problem = ""
         while True:
-            again_s = _AGAIN_S
             try:
                 stub = usage_pb2_grpc.UsageStub(self._channels.get(address, Role.FRONTEND))
                 async for report in stub.Watch(usage_pb2.WatchUsageRequest()):
                     problem = ""
                     self._heard(address, decoded(report, address))
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    again_s = _MUCH_LATER_S
                 if not problem:
                     problem = format_error(error)
                     log.warning("front end at %s does not report: %s", address, problem)
             self._reports.pop(address, None)
-            await asyncio.sleep(again_s)
+            await asyncio.sleep(_AGAIN_S)
 
     def _heard(self, address: str, report: usage_pb2.UsageReport) -> None:
         tokens = dict(report.tokens)

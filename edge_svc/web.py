@@ -341,9 +341,8 @@ def _check_ids(request: web.Request, asked: Asked) -> None:
                 chosen.append((name, msgspec.json.decode(raw, type=str)))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 raise LimitRefusal(HTTPStatus.BAD_REQUEST, f"{name} is not valid text.") from None
-    for name, value in chosen:
-        if problem := problem_with(value):
-            raise LimitRefusal(HTTPStatus.BAD_REQUEST, f"{name} {problem}.")
+    if problem := problem_with(chosen):
+        raise LimitRefusal(HTTPStatus.BAD_REQUEST, problem)
 
 
 def _check_arguments(vllm_xargs: bytes) -> None:

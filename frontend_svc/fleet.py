@@ -12,7 +12,7 @@ from frontend_svc.streams import Requirements
 from tailrace.cache.names import Naming
 from tailrace.cluster import Pool
 from tailrace.members import Members
-from tailrace.model_identity import ModelIdentity, covers, fingerprint, is_model
+from tailrace.model_identity import ModelIdentity, covers, fingerprint
 from tailrace.records import InstanceRecord
 from tailrace.rollout.record import RolloutRecord
 from tailrace.v1 import worker_pb2
@@ -49,9 +49,9 @@ class ServedModel:
         It must have the same configuration, tokenizer and weights. If the front end has no weights to
         identify, the instance must have been started with the same model name instead.
         """
-        if not is_model(record.model_identity, self.key):
+        if not covers(self.key, record.model_identity.key):
             return False
-        return bool(self.identity.weights) or record.model_identity is None or record.model == self.name
+        return bool(self.identity.weights) or record.model == self.name
 
 
 # Arrow's pools: these take no prefills (P->D finishes the ones it has).
@@ -106,16 +106,11 @@ class ModelFleet:
         if reported:
             return reported
         record = self.instances.get(instance_id)
-        return record.model_identity.key if record is not None and record.model_identity is not None else ""
+        return "" if record is None else record.model_identity.key
 
     def is_model(self, instance_id: str, model: str) -> bool:
-        """Return whether an attached instance may run the model of this key.
-
-        An instance that does not report its model may run any, except while a rollout has two models under
-        one name.
-        """
-        key = self.model_of(instance_id)
-        return covers(model, key) if key else self._rollout is None
+        """Return whether an attached instance runs the model of this key."""
+        return covers(model, self.model_of(instance_id))
 
     def incapable(self, requirements: Requirements) -> frozenset[str]:
         """Return instances that run the model but cannot serve a request with these requirements."""
@@ -179,9 +174,8 @@ class ModelFleet:
             return False
         if rollout.model != served.public_name or (known is not None and not rollout.newer_than(known)):
             return False
-        if not any(
-            is_model(record.model_identity, rollout.in_force) for record in self._identified_members()
-        ):
+        keys = {record.model_identity.key for record in self.members.instances.values()}
+        if not any(covers(rollout.in_force, key) for key in keys):
             return False
         log.warning("a scheduler reports a rollout that etcd's watch has not delivered: is etcd reachable?")
         self._scheduler_rollout = rollout
@@ -189,10 +183,6 @@ class ModelFleet:
         for callback in self._listeners:
             callback()
         return True
-
-    def _identified_members(self) -> list[InstanceRecord]:
-        """Return members that report which model they run."""
-        return [record for record in self.members.instances.values() if record.model_identity is not None]
 
     def _newest_rollout(self) -> RolloutRecord | None:
         """Return the newer of the rollouts reported by etcd and by a scheduler."""
@@ -254,8 +244,7 @@ class ModelFleet:
     def _runs_model(self, served: ServedModel, record: InstanceRecord) -> bool:
         if self._rollout is None:
             return served.is_run_by(record)
-        identity = record.model_identity
-        return identity is not None and self._rollout.has_model(identity.key)
+        return self._rollout.has_model(record.model_identity.key)
 
     def _matching_instances(self) -> dict[str, InstanceRecord]:
         """Return members that run the model; log each of the others once."""

@@ -322,8 +322,7 @@ class Link:
             raise _LinkEnded("the first message was not a hello")
         if first.hello.instance_id != self.instance_id:
             raise _LinkEnded(f"the worker calls itself {first.hello.instance_id}")
-        identity = self.record.model_identity
-        if identity is not None and first.hello.model != identity.key:
+        if first.hello.model != self.record.model_identity.key:
             raise _LinkEnded("it runs another model than its record says: it was restarted")
         return first.hello
 

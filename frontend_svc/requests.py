@@ -517,11 +517,10 @@ def _problem_with_ids(head: RequestHead) -> str:
 
     The Python API server checks them itself, before the response begins.
     """
-    for name, chosen in (
-        ("request_id", chosen_by_client(head.external_req_id or "")),
-        ("request_id", "" if is_own_id(head.request_id) else head.request_id[MAX_BYTES // 4 :]),
-        ("session_id", head.session_id or ""),
-    ):
-        if problem := problem_with(chosen):
-            return f"{name} {problem}."
-    return ""
+    return problem_with(
+        (
+            ("request_id", chosen_by_client(head.external_req_id or "")),
+            ("request_id", "" if is_own_id(head.request_id) else head.request_id[MAX_BYTES // 4 :]),
+            ("session_id", head.session_id or ""),
+        )
+    )

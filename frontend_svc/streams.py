@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from tailrace.cluster import Phase
+from tailrace.output_flags import OutputFlag
 from tailrace.v1 import worker_pb2
 
-FINISHED = 1
-PREFILL_DONE = 2
-REASONING_ENDED = 4
-FAILED = 8
-ANSWER_BEGUN = 16
+# As plain integers: they are compared for every output.
+FINISHED: Final = int(OutputFlag.FINISHED)
+PREFILL_DONE: Final = int(OutputFlag.PREFILL_DONE)
+REASONING_ENDED: Final = int(OutputFlag.REASONING_ENDED)
+FAILED: Final = int(OutputFlag.FAILED)
+ANSWER_BEGUN: Final = int(OutputFlag.ANSWER_BEGUN)
 
 
 class Requirements(NamedTuple):

@@ -14,7 +14,7 @@ from tailrace.cluster import InstanceState
 from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.reported_cluster import ReportedCluster
 from tailrace.members import Members
-from tailrace.model_identity import covers, is_model
+from tailrace.model_identity import covers
 from tailrace.perf.steps import StepModel
 from tailrace.scaling import DesiredInstances, Need, Scaling, need
 from tailrace.telemetry.incidents import guarded
@@ -118,7 +118,7 @@ class DesiredMetrics(Collector):
         instances = self._members.instances.values()
         models = {record.model for record in instances}
         for (kind, _), service in self._members.services.items():
-            runs = any(is_model(record.model_identity, service.model_key) for record in instances)
+            runs = any(covers(service.model_key, record.model_identity.key) for record in instances)
             if kind == "frontend" and service.model and not runs:
                 models.add(service.model)
         return models

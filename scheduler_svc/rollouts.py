@@ -96,7 +96,7 @@ class Rollouts:
         requests = self._state.requests_on(name)
         return InstanceFacts(
             instance_id=name,
-            key="" if record.model_identity is None else record.model_identity.key,
+            key=record.model_identity.key,
             model=record.model,
             unavailable=self._unavailable(name, record, tracked),
             requests=len(requests),

@@ -14,7 +14,6 @@ from tailrace.control.reported_cluster import PoolOrder
 from tailrace.records import (
     PolicyRecord,
     StageRecord,
-    encode_slo,
     resumed,
 )
 from tailrace.rollout.record import RolloutRecord
@@ -115,7 +114,7 @@ class Settings:
             present = await self._store.get("slo")
             before = _slo(present)
             slo = changed_slo(before, changes)
-            if revision := await self._store.compare_and_swap("slo", present, encode_slo(slo)):
+            if revision := await self._store.compare_and_swap("slo", present, msgspec.json.encode(slo)):
                 return before, slo, revision
         raise Conflict("slo")
 

@@ -1,10 +1,22 @@
-"""Replace a file so that nobody ever sees half of it; append lines so that a full disk cuts one at most."""
+"""Replace a file so that nobody ever sees half of it; append lines so that a full disk cuts one at most; tell
+whether a file has changed."""
 
 from __future__ import annotations
 
 import errno
 import os
 from pathlib import Path
+
+Stamp = tuple[int, int, int]
+
+
+def file_stamp(path: Path) -> Stamp:
+    """Return what is another one once the file has been written or replaced; zeros if that is not known."""
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:

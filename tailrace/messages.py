@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Final
 
 from tailrace.cluster import InstanceState, Phase, Pool, RequestState, RequestView
@@ -106,21 +107,13 @@ TRANSFER_MODES: Final = {
 
 def slo_message(slo: Slo) -> admin_pb2.Slo:
     """Return the message for `slo`, without objectives that are not set."""
-    return admin_pb2.Slo(
-        ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit
-    )
+    return admin_pb2.Slo(**asdict(slo))
 
 
 def slo_of(message: admin_pb2.Slo) -> Slo:
     """Return the SLO of a message."""
-    objectives = given_objectives(message)
-    return Slo(
-        objectives.get("ttft"),
-        objectives.get("tpot"),
-        objectives.get("qoe"),
-        objectives.get("pace"),
-        objectives.get("admit"),
-    )
+    given = given_objectives(message)
+    return Slo(**{field: given.get(name) for name, field in FIELDS.items()})
 
 
 def objectives_message(objectives: Mapping[str, float]) -> admin_pb2.Slo:
@@ -130,18 +123,8 @@ def objectives_message(objectives: Mapping[str, float]) -> admin_pb2.Slo:
 
 def given_objectives(message: admin_pb2.Slo) -> dict[str, float]:
     """Return the objectives of a message, by the names of `tailrace.slo.OBJECTIVES`."""
-    objectives: dict[str, float] = {}
-    if message.HasField("ttft_s"):
-        objectives["ttft"] = message.ttft_s
-    if message.HasField("tpot_s"):
-        objectives["tpot"] = message.tpot_s
-    if message.HasField("qoe"):
-        objectives["qoe"] = message.qoe
-    if message.HasField("pace_s"):
-        objectives["pace"] = message.pace_s
-    if message.HasField("admit"):
-        objectives["admit"] = message.admit
-    return objectives
+    given = {field.name: value for field, value in message.ListFields()}
+    return {name: given[field] for name, field in FIELDS.items() if field in given}
 
 
 def profile_message(record: ProfileRecord) -> profile_pb2.MeasuredProfile:

@@ -12,9 +12,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 # Files that convert between text and token ids. Chat templates concern the API server only.
@@ -40,7 +41,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     KV that an engine is configured to use; empty for a front end, which does not choose them.
     """
 
-    text: str
+    text: Annotated[str, Meta(pattern="^[^:]+$")]
     weights: str = ""
     precision: str = ""
 
@@ -57,15 +58,6 @@ def covers(key: str, other: str) -> bool:
     return not key or f"{other}:".startswith(f"{key}:")
 
 
-def is_model(identity: ModelIdentity | None, key: str) -> bool:
-    """Return whether an instance of this identity runs the model of this key, or one that a shorter key
-    covers.
-
-    An empty key covers all; an instance of a version without identities may run any model.
-    """
-    return identity is None or covers(key, identity.key)
-
-
 def text_of(key: str) -> str:
     """Return the part of a key for configuration and tokenizer."""
     return key.partition(":")[0]
@@ -76,10 +68,8 @@ def fingerprint(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=6).hexdigest() if key else ""
 
 
-def difference(source: ModelIdentity | None, target: ModelIdentity | None) -> str:
+def difference(source: ModelIdentity, target: ModelIdentity) -> str:
     """Return why the target cannot continue the source's answers, naming the setting; empty if it can."""
-    if source is None or target is None:
-        return "source or target does not report which model it runs"
     if source.text != target.text:
         return "source and target run different models (--model): their configurations or tokenizers differ"
     if source.weights != target.weights:

@@ -18,7 +18,6 @@ from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
 from tailrace.policy.parameters import Value
 from tailrace.profiles import Profile
-from tailrace.slo import Slo
 
 _NAME: Final = 512
 
@@ -57,8 +56,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     # Digest of everything that must be equal for two engines to exchange KV.
     model_fingerprint: str
-    # What must be equal for two engines to continue each other's answers; None: an earlier version.
-    model_identity: ModelIdentity | None = None
+    # What must be equal for two engines to continue each other's answers.
+    model_identity: ModelIdentity
     block_tokens: _Size
     kv_blocks_total: _Count
     max_model_len: _Size
@@ -104,7 +103,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_key: str = ""
     connected_models: list[str] = []
     # Front ends only: the other names that users may send, of the model and of adapters in its command line,
-    # and vLLM's API server (python, rust); empty: an earlier version.
+    # and vLLM's API server (python, rust).
     names: list[_Name] = []
     api_server: str = ""
     # Front ends only: whether the API server was told how to parse tool calls (--tool-call-parser).
@@ -146,13 +145,13 @@ def resumed(record: PolicyRecord) -> PolicyRecord:
 
 
 class SloRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`slo`: the deployment's objectives; null: not set."""
+    """`slo`: the deployment's objectives, an encoded Slo; null: not set."""
 
     ttft_s: float | None
     tpot_s: float | None
     qoe: float | None
     pace_s: float | None
-    admit: float | None = None
+    admit: float | None
 
 
 class TtftRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,12 +221,6 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Return its key: names may contain slashes."""
         return "/".join(("adapters", quote(self.model, safe=""), quote(self.name, safe="")))
-
-
-def encode_slo(slo: Slo) -> bytes:
-    """Encode the SLOs as JSON."""
-    record = SloRecord(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, qoe=slo.qoe, pace_s=slo.pace_s, admit=slo.admit)
-    return msgspec.json.encode(record)
 
 
 def profile_kind(engine: str, model: str, model_fingerprint: str, hardware: str, step_tokens: int) -> str:

@@ -34,11 +34,17 @@ _AT_EDGE: Final = re.compile(rf"((?:chatcmpl|cmpl)-(?:{_RANDOM.pattern}))\.([0-9
 _UNIQUE: Final = re.compile(r"(.*)-[0-9a-f]{8}", re.DOTALL)
 
 
-def problem_with(chosen: str) -> str:
-    """Return why a client may not choose this id; empty if it may."""
-    if len(chosen) > MAX_BYTES or len(chosen.encode(errors="surrogatepass")) > MAX_BYTES:
-        return f"must have at most {MAX_BYTES} bytes"
-    return "" if chosen.isprintable() else "must consist of printable characters"
+def problem_with(chosen: Iterable[tuple[str, str]]) -> str:
+    """Return why a client may not choose the first unacceptable one of these ids; empty if it may choose all.
+
+    `chosen`: what the client calls each, and the id.
+    """
+    for name, text in chosen:
+        if len(text) > MAX_BYTES or len(text.encode(errors="surrogatepass")) > MAX_BYTES:
+            return f"{name} must have at most {MAX_BYTES} bytes."
+        if not text.isprintable():
+            return f"{name} must consist of printable characters."
+    return ""
 
 
 def chosen_by_client(name: str) -> str:

@@ -260,13 +260,12 @@ class _WorkerBuilder:
         )
         self._stack.push_async_callback(self._dispatch.close)
         self._front_ends.on_gone(self._dispatch.front_end_gone)
-        identity = self._info.identity
         self._hello = worker_pb2.WorkerHello(
             instance_id=self._instance_id,
             incarnation=self._own.incarnation,
             ready_response=self._info.ready_response,
             max_message_bytes=self._settings.max_message_bytes,
-            model="" if identity is None else identity.key,
+            model=self._info.identity.key,
         )
         self._returns = Returns(self._stats, self._running, self._front_ends, self._exports.open)
         self._draining = Draining(

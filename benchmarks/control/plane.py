@@ -18,6 +18,7 @@ import msgspec
 
 from benchmarks.control.population import TOKENS_PER_S
 from tailrace.local.ports import LOOPBACK, free_ports
+from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.etcd import etcd_command
 from tailrace.service.tasks import cancel
@@ -175,6 +176,7 @@ async def _register(store: Store, load: Load, address: str) -> None:
             engine="synthetic",
             model="synthetic",
             model_fingerprint="synthetic",
+            model_identity=ModelIdentity("synthetic"),
             block_tokens=16,
             kv_blocks_total=1_000_000,
             max_model_len=131_072,

@@ -86,16 +86,15 @@ function figure(key, name, value, unit, number) {
 
 function showFigures() {
   const recent = now.recent;
-  const answers = recent?.answers ?? 0;
-  const share = answers ? recent.slo_attainment : null;
+  const share = recent.answers ? recent.slo_attainment : null;
   const slo = Object.entries({ ttft_s: 'TTFT', tpot_s: 'TPOT' })
     .filter(([key]) => now.slo[key]).map(([key, word]) => `${word} ${now.slo[key]} s`).join(', ');
-  const good = answers * (share ?? 0) / 60;
+  const good = recent.answers * recent.slo_attainment / 60;
   const shown = [
     figure('slo', 'SLO met', share === null ? '-' : percent(share, 1), slo, share),
     figure('good', 'Goodput', good.toFixed(1), 'answers/s', good),
     figure('tokens', 'Throughput', whole(now.tokens_per_s), 'tokens/s', now.tokens_per_s),
-    figure('moves', 'Moves', whole(recent?.moves_in ?? 0), 'a minute', recent?.moves_in),
+    figure('moves', 'Moves', whole(recent.moves_in), 'a minute', recent.moves_in),
     figure('requests', 'Requests', whole(now.requests_total), `on ${now.instances.id.length} instances`, now.requests_total),
     { name: 'Policy', value: now.policy?.name ?? '-', unit: now.policy?.suspended ? 'suspended' : '', past: null },
   ];

@@ -21,8 +21,9 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
-from frontend_svc.api_server.middleware import App, Message, Receive, Send
+from frontend_svc.api_server.middleware import App, HttpMiddleware, Message, Receive, Send
 from frontend_svc.api_server.spec import ADAPTER_LOADED, ADAPTER_UNLOADED, ADAPTERS_GIVEN
+from tailrace.files import Stamp, file_stamp
 from tailrace.records import AdapterRecord
 from tailrace.telemetry.incidents import LimitedLog
 
@@ -35,7 +36,7 @@ _records = msgspec.json.Decoder(list[AdapterRecord])
 _limited: Final = LimitedLog(log)
 
 
-class ShareAdapters:
+class ShareAdapters(HttpMiddleware):
     """Follow the file, and report adapters that are loaded or unloaded here.
 
     What is in the file was loaded at run time, here or elsewhere, and is recorded. It never replaces what was
@@ -50,10 +51,10 @@ class ShareAdapters:
     given: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, app: App) -> None:
-        self._app = app
+        super().__init__(app)
         self._models: Any = None
         # Which version of the file was read, None: it is to be read again; and the names in it.
-        self._read: tuple[int, int, int] | None = None
+        self._read: Stamp | None = None
         self._names: frozenset[str] = frozenset()
 
     @classmethod
@@ -68,8 +69,8 @@ class ShareAdapters:
         except Exception as error:  # noqa: BLE001 - see above
             log.warning("the names of given adapters could not be told: %s", error or type(error).__name__)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if self.path is not None and scope["type"] == "http":
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        if self.path is not None:
             if self._models is None:
                 self._models = scope["app"].state.openai_serving_models
                 self._report_changes(self._models)
@@ -77,11 +78,10 @@ class ShareAdapters:
         await self._app(scope, receive, send)
 
     def _follow(self, path: Path) -> None:
+        version = file_stamp(path)
+        if version == self._read:
+            return
         try:
-            stat = path.stat()
-            version = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if version == self._read:
-                return
             records = {record.name: record for record in _records.decode(path.read_bytes())}
         except (OSError, msgspec.DecodeError) as error:
             _limited.write(logging.WARNING, "unread", f"cannot read which adapters are loaded: {error}")

@@ -10,7 +10,15 @@ import asyncio
 from http import HTTPStatus
 from typing import ClassVar, Final
 
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, path_of, send_error
+from frontend_svc.api_server.middleware import (
+    HttpMiddleware,
+    Message,
+    Receive,
+    Send,
+    headers_of,
+    path_of,
+    send_error,
+)
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.api_server.tenants import read_body, replay_body
 from tailrace.request_ids import problem_with
@@ -22,7 +30,7 @@ _ID_HEADERS: Final = {b"x-request-id": "X-Request-Id", b"x-session-id": "X-Sessi
 _FORM_PATHS: Final = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 
 
-class CheckRequest:
+class CheckRequest(HttpMiddleware):
     """Answer 400 to a request whose ids or body are not acceptable, and name what is wrong.
 
     Goes inside RequestLimits: it reads the body.
@@ -30,15 +38,12 @@ class CheckRequest:
 
     max_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        problem = _problem_with_ids(scope)
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        problem = problem_with(
+            (_ID_HEADERS[name], value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name in _ID_HEADERS
+        )
         is_json = scope["method"] in ("POST", "PUT", "PATCH") and may_be_json(scope)
         if not problem and is_json:
             body = await read_body(receive, self.max_bytes)
@@ -53,14 +58,6 @@ class CheckRequest:
             await send_error(send, HTTPStatus.BAD_REQUEST, "BadRequestError", problem)
         else:
             await self._app(scope, receive, send)
-
-
-def _problem_with_ids(scope: Message) -> str:
-    for name, value in scope["headers"]:
-        shown = _ID_HEADERS.get(name)
-        if shown is not None and (problem := problem_with(value.decode("latin-1"))):
-            return f"{shown} {problem}."
-    return ""
 
 
 def may_be_json(scope: Message) -> bool:

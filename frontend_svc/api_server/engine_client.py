@@ -231,9 +231,9 @@ def _assign_own_id(request: EngineCoreRequest) -> None:
 
 def _check_ids(request_id: str, session_id: str | None) -> None:
     """Check the ids that a client may have chosen, in whatever part of its request. Raise RequestRefused."""
-    for name, chosen in (("request_id", chosen_by_client(request_id)), ("session_id", session_id or "")):
-        if problem := problem_with(chosen):
-            raise RequestRefused(Refusal(400, f"{name} {problem}."))
+    chosen = (("request_id", chosen_by_client(request_id)), ("session_id", session_id or ""))
+    if problem := problem_with(chosen):
+        raise RequestRefused(Refusal(400, problem))
 
 
 class UnmergedOutputs(RequestOutputCollector):  # type: ignore[misc]

@@ -33,7 +33,15 @@ from frontend_svc.answers.calls import (
     OpenReply,
     run_name,
 )
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, path_of, send_error
+from frontend_svc.api_server.middleware import (
+    HttpMiddleware,
+    Message,
+    Receive,
+    Send,
+    headers_of,
+    path_of,
+    send_error,
+)
 from frontend_svc.api_server.spec import DEFAULT_MAX_BODY_BYTES
 from frontend_svc.api_server.tenants import read_body, replay_body, tenant_of_call
 
@@ -145,18 +153,15 @@ class FrontendCalls:
             raise Unavailable(str(error) or type(error).__name__) from error
 
 
-class KeepAnswers:
+class KeepAnswers(HttpMiddleware):
     """Keep answers and resume kept ones; see the module."""
 
     frontend: ClassVar[FrontendCalls | None] = None
     max_bytes: ClassVar[int] = DEFAULT_MAX_BODY_BYTES
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
         frontend = self.frontend
-        if frontend is None or scope["type"] != "http" or scope["method"] != "POST":
+        if frontend is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         path = path_of(scope)

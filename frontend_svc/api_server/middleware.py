@@ -50,21 +50,33 @@ async def send_error(
     await send({"type": "http.response.body", "body": body})
 
 
-RETRY_AFTER_S: Final = 2
-_STATUSES: Final = (429, 503)
-
-
-class RetryAfter:
-    """Add `Retry-After` to a 429 or 503 that has none."""
+class HttpMiddleware:
+    """ASGI middleware for HTTP requests; all else is passed on."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass everything on; inspect only the start of an HTTP response."""
-        if scope["type"] != "http":
+        """Handle one ASGI connection."""
+        if scope["type"] == "http":
+            await self.handle(scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
+
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one HTTP request."""
+        raise NotImplementedError
+
+
+RETRY_AFTER_S: Final = 2
+_STATUSES: Final = (429, 503)
+
+
+class RetryAfter(HttpMiddleware):
+    """Add `Retry-After` to a 429 or 503 that has none."""
+
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass everything on; inspect only the start of the response."""
 
         # Not a coroutine: it is called for every token.
         def send_start(message: Message) -> Awaitable[None]:
@@ -180,7 +192,7 @@ def unready_body(unready: Refusal) -> bytes:
     return error_body(HTTPStatus(unready.status), _UNAVAILABLE, unready.message)
 
 
-class Ready:
+class Ready(HttpMiddleware):
     """Answer GET /ready: 503 while no instance takes requests, otherwise 200.
 
     Goes outside what asks for keys and counts requests.
@@ -188,11 +200,8 @@ class Ready:
 
     admission: ClassVar[AdmissionReader]
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or path_of(scope) != READY_PATH or scope["method"] not in ("GET", "HEAD"):
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        if path_of(scope) != READY_PATH or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
         elif (unready := self.admission.read().unready) is not None:
             later = {"retry-after": str(RETRY_AFTER_S)}
@@ -202,7 +211,7 @@ class Ready:
             await send({"type": "http.response.body", "body": b""})
 
 
-class SchemaApart:
+class SchemaApart(HttpMiddleware):
     """Build the schema of `/openapi.json` in a thread, once.
 
     FastAPI builds it at its first request, on the event loop: for vLLM's routes that takes seconds, during
@@ -210,16 +219,15 @@ class SchemaApart:
     """
 
     def __init__(self, app: App) -> None:
-        self._app = app
+        super().__init__(app)
         self._building = asyncio.Lock()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            fastapi = scope["app"]
-            if path_of(scope) == fastapi.openapi_url:
-                async with self._building:
-                    if fastapi.openapi_schema is None:
-                        await asyncio.to_thread(fastapi.openapi)
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        fastapi = scope["app"]
+        if path_of(scope) == fastapi.openapi_url:
+            async with self._building:
+                if fastapi.openapi_schema is None:
+                    await asyncio.to_thread(fastapi.openapi)
         await self._app(scope, receive, send)
 
 
@@ -255,14 +263,11 @@ ENGINE_CONTROL_PATHS: Final = frozenset(
 )
 
 
-class RefuseEngineControl:
+class RefuseEngineControl(HttpMiddleware):
     """Answer 501 in OpenAI's error shape on ENGINE_CONTROL_PATHS; pass everything else on."""
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].rstrip("/") not in ENGINE_CONTROL_PATHS:
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["path"].rstrip("/") not in ENGINE_CONTROL_PATHS:
             await self._app(scope, receive, send)
             return
         message = (

@@ -26,7 +26,15 @@ from frontend_svc.api_server.large_lane import (
     Pass,
     large_task,
 )
-from frontend_svc.api_server.middleware import App, Message, Receive, Send, headers_of, is_open, send_error
+from frontend_svc.api_server.middleware import (
+    HttpMiddleware,
+    Message,
+    Receive,
+    Send,
+    headers_of,
+    is_open,
+    send_error,
+)
 from frontend_svc.api_server.spec import BodyLimits
 from frontend_svc.api_server.tenants import TenantAdmission, Tenants, replay_body, tenant_of_call
 from tailrace.tenancy.body import (
@@ -34,18 +42,16 @@ from tailrace.tenancy.body import (
     URLENCODED,
     LimitRefusal,
     judge,
-    refusal_of,
+    refuse,
     too_many_sequences,
 )
 from tailrace.tenancy.demand import Demand
 from tailrace.tenancy.fair_queue import TenantQueueFull
 from tailrace.tenancy.keys import Tenant
-from tailrace.tenancy.meter import Bodies, Body, LimitExceeded
+from tailrace.tenancy.meter import MAX_ARRIVING, Bodies, Body
 
 # A body may take another second for each of so many bytes.
 _BYTES_PER_S: Final = 256 << 10
-# Bodies that may be arriving; one that is there at once, as small ones are, does not count.
-_MAX_ARRIVING: Final = 1_024
 # A form without files: starlette reads it on the event loop, a megabyte in a fifth of a second.
 _MAX_URLENCODED_BYTES: Final = 64 << 10
 # Longest wait for a large request's turn: of hundreds that come at once, the last may go on.
@@ -96,9 +102,7 @@ class Account:
         if sequences > self.max_sequences:
             raise too_many_sequences(self.max_sequences)
         if self.tenant is not None and self.tenants is not None:
-            exceeded = self.tenants.meter.begin(self.tenant, self.tenants.now_s(), more)
-            if exceeded is not None:
-                raise refusal_of(exceeded)
+            refuse(self.tenants.meter.begin(self.tenant, self.tenants.now_s(), more))
         self.reserved += more
 
     def submit(self, sequences: int, prompt_tokens: int) -> None:
@@ -163,13 +167,13 @@ account_of_task: ContextVar[Account | None] = ContextVar("account_of_task", defa
 """The account of the HTTP request that the current task serves."""
 
 
-class RequestLimits:
+class RequestLimits(HttpMiddleware):
     """Apply the limits; see the module. Goes inside what checks keys."""
 
     limits: ClassVar[BodyLimits] = BodyLimits(max_text_bytes=DEFAULT_MAX_TEXT_BYTES)
     # Whether the model takes images or other media, whose bytes are no text.
     takes_media: ClassVar[bool] = True
-    bodies: ClassVar[Bodies] = Bodies(BodyLimits().max_bodies_bytes, _MAX_ARRIVING, has_tenants=False)
+    bodies: ClassVar[Bodies] = Bodies(BodyLimits().max_bodies_bytes, MAX_ARRIVING, has_tenants=False)
     lane: ClassVar[LargeLane] = LargeLane()
     doors: ClassVar[Doors] = Doors()
 
@@ -177,18 +181,11 @@ class RequestLimits:
     def configure(cls, limits: BodyLimits, has_tenants: bool) -> None:
         """Set the limits of this process."""
         cls.limits = limits
-        cls.bodies = Bodies(limits.max_bodies_bytes, _MAX_ARRIVING, has_tenants)
+        cls.bodies = Bodies(limits.max_bodies_bytes, MAX_ARRIVING, has_tenants)
         cls.lane = LargeLane()
         cls.doors = Doors()
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
         announced = headers.get(b"content-length", b"")
         has_body = announced.strip() not in (b"", b"0") or b"transfer-encoding" in headers
@@ -292,7 +289,7 @@ class RequestLimits:
             raise _too_large(most)
         if announced > LARGE_BYTES and self.lane.is_full(name):
             raise self._lane_full()
-        _hold(held.grow(announced))
+        refuse(held.grow(announced))
         allowed_s = limits.body_timeout_s
         began_s = asyncio.get_running_loop().time()
         parts: list[bytes] = []
@@ -307,11 +304,12 @@ class RequestLimits:
                     size += len(part)
                     if size > most:
                         raise _too_large(most)
-                    _hold(held.grow(size))
+                    refuse(held.grow(size))
                     parts.append(part)
                     if not message.get("more_body", False):
                         return b"".join(parts)
-                    _hold(held.begin_arriving())
+                    # One that is there at once, as small ones are, does not count.
+                    refuse(held.begin_arriving())
                     deadline.reschedule(began_s + allowed_s + size / _BYTES_PER_S)
         except TimeoutError:
             message_text = (
@@ -331,11 +329,6 @@ def _ending_turn(account: Account, send: Send) -> Send:
         await send(message)
 
     return ending
-
-
-def _hold(exceeded: LimitExceeded | None) -> None:
-    if exceeded is not None:
-        raise refusal_of(exceeded)
 
 
 def _too_large(most: int, what: str = "") -> LimitRefusal:

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from frontend_svc.api_server.middleware import App, Message, Receive, Send
+from frontend_svc.api_server.middleware import HttpMiddleware, Message, Receive, Send
 
 # Longest time that a response's headers wait for the first event: placing takes less unless the fleet is
 # full, and a client with a deadline for the headers hardly notices.
@@ -26,20 +26,14 @@ class _ErrorEvent(msgspec.Struct):
     error: _Error
 
 
-class StreamStart:
+class StreamStart(HttpMiddleware):
     """Hold the start of an event stream back until its first event, `HOLD_S` at most.
 
     vLLM starts a stream before its engine has seen the request, so a refusal would be an event in a response
     that began with 200. If the first event is an error, the response becomes that error, with its status.
     """
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
         response = _Response(send)
         try:
             await self._app(scope, receive, response.send)

@@ -84,7 +84,7 @@ def _instance_info(
         cached_host_blocks=state.cache.index.count(name, Tier.HOST),
         prompt_tokens=load.prompt_tokens,
         cached_prompt_tokens=load.cached_prompt_tokens,
-        model_key=record.model_identity.key if record.model_identity is not None else "",
+        model_key=record.model_identity.key,
         way=TRANSFER_MODES[record.handover.mode],
         way_reason=record.handover.reason,
         ranks=[admin_pb2.RankInfo(process=rank.process, hardware=rank.hardware) for rank in record.ranks],

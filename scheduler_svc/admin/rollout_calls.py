@@ -113,7 +113,7 @@ class RolloutCalls:
     def models(self) -> list[admin_pb2.ModelInfo]:
         """Return every name that a front end serves or that has a rollout."""
         facts = self._rollouts.facts()
-        names = {front.name for front in facts.frontends.values() if front.name}
+        names = {front.name for front in facts.frontends.values()}
         rollouts = self._members.rollouts
         return [_model(name, facts, rollouts.get(name)) for name in sorted(names.union(rollouts))]
 

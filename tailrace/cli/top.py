@@ -108,8 +108,8 @@ class Sample:
     requests: tuple[RequestInfo, ...]
     requests_total: int
     migrations: tuple[MigrationRecord, ...]
-    # Of the whole fleet; None: a scheduler that does not tell.
-    recent: RecentFigures | None = None
+    # Of the whole fleet.
+    recent: RecentFigures
 
 
 @click.command(epilog="Example: tailrace top --once")
@@ -218,7 +218,7 @@ def _sample(admin: Admin) -> Sample:
         requests=tuple(oldest.requests),
         requests_total=oldest.total_size,
         migrations=_recent(admin),
-        recent=fleet.recent if fleet.HasField("recent") else None,
+        recent=fleet.recent,
     )
 
 
@@ -243,7 +243,7 @@ def figures(history: deque[Sample]) -> dict[str, JsonValue]:
     return {
         "policy": now.policy,
         "tokens_per_s": sum(rates.values()),
-        "recent": None if now.recent is None else to_plain(now.recent),
+        "recent": to_plain(now.recent),
         "instances": instances,
         "requests": to_plain_list(now.requests),
         "requests_total": now.requests_total,
@@ -274,9 +274,7 @@ def frame(history: deque[Sample], width: int | None = None, sort: str = "name") 
     return Group(heading, _last_minute(now.recent), *shown)
 
 
-def _last_minute(recent: RecentFigures | None) -> Text:
-    if recent is None:
-        return Text("last minute: the scheduler is older than this command and does not tell")
+def _last_minute(recent: RecentFigures) -> Text:
     moves = f"  moves {recent.moves_in}"
     if not recent.answers:
         return Text(f"last minute: answers 0{moves}")
@@ -299,8 +297,7 @@ def _attainment(recent: RecentFigures) -> str:
 
 
 def _moves(instance: InstanceInfo) -> str:
-    recent = instance.recent
-    return f"{recent.moves_in}/{recent.moves_out}" if instance.HasField("recent") else NOTHING
+    return f"{instance.recent.moves_in}/{instance.recent.moves_out}"
 
 
 def token_rates(first: Sample, last: Sample) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Final, Generic, TypeVar
 from tailrace.cluster import ClusterView, HotPrefixes, InstanceView, Stage, ViewChanges
 from tailrace.control.hot_prefixes import HotTracker
 from tailrace.lengths import LengthStatistics, LengthWindow
-from tailrace.model_identity import difference, is_model
+from tailrace.model_identity import covers, difference
 from tailrace.records import InstanceRecord
 
 C = TypeVar("C")
@@ -270,7 +270,7 @@ class ModelGroups:
         """Return the instances that run the model of this key (tailrace.model_identity)."""
         members = self._by_model.get(model)
         if members is None:
-            members = frozenset(n for n, r in self._instances.items() if is_model(r.model_identity, model))
+            members = frozenset(n for n, r in self._instances.items() if covers(model, r.model_identity.key))
             if len(self._by_model) < _CACHED_MODELS_MAX:
                 self._by_model[model] = members
         return members

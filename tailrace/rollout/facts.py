@@ -14,7 +14,7 @@ class InstanceFacts:
     """The current state of an instance."""
 
     instance_id: str
-    # Key of its model; empty: not reported.
+    # Key of its model.
     key: str
     # The worker's --model.
     model: str
@@ -32,7 +32,7 @@ class FrontEndFacts:
     """A front end according to its record."""
 
     frontend_id: str
-    # The public name of its model; empty: not reported.
+    # The public name of its model.
     name: str
     # Key of the model that it was started with, and its --model.
     key: str
@@ -50,13 +50,11 @@ class FrontEndFacts:
         rollout = rollouts.get(self.name)
         if rollout is None or not rollout.steers(self.key):
             return self.would_use(instance)
-        return bool(instance.key) and covers(rollout.in_force, instance.key)
+        return covers(rollout.in_force, instance.key)
 
     def would_use(self, instance: InstanceFacts) -> bool:
         """Return whether it sends new requests to this instance while no rollout decides."""
-        if not instance.key or not covers(self.key, instance.key):
-            return False
-        return self.has_weights or instance.model == self.model
+        return covers(self.key, instance.key) and (self.has_weights or instance.model == self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +69,15 @@ class FleetFacts:
     def names_using(self, instance: InstanceFacts) -> list[str]:
         """Return the public names whose new requests go to this instance's model."""
         fronts = self.frontends.values()
-        return sorted({front.name for front in fronts if front.name and front.uses(instance, self.rollouts)})
+        return sorted({front.name for front in fronts if front.uses(instance, self.rollouts)})
 
     def serving(self, model: str) -> list[FrontEndFacts]:
         """Return front ends that serve this public name."""
         return [front for front in self.frontends.values() if front.name == model]
 
     def running(self, key: str) -> list[InstanceFacts]:
-        """Return instances of the model in id order, without those that do not report their model."""
-        return [self.instances[name] for name in sorted(self.instances) if self._runs(name, key)]
+        """Return instances of the model in id order."""
+        return [i for _, i in sorted(self.instances.items()) if covers(key, i.key)]
 
     def warm(self, key: str) -> list[InstanceFacts]:
         """Return instances of the model that can take requests."""
@@ -94,10 +92,6 @@ class FleetFacts:
         """Return in words why no instance of the model can take requests."""
         reasons = [f"{i.instance_id} {i.unavailable}" for i in self.running(key)]
         return f"no instance of {fingerprint(key)} is warm: {', '.join(reasons) or 'there is none'}"
-
-    def _runs(self, name: str, key: str) -> bool:
-        found = self.instances[name].key
-        return bool(found) and covers(key, found)
 
 
 def list_some(names: list[str]) -> str:

@@ -73,11 +73,6 @@ def begin(
     if before == new:
         raise _not_possible_now(f"new requests of {model} go to {fingerprint(new)} already")
     _check_tokenizers(new, before, fronts)
-    silent = sorted(i.instance_id for i in fleet.instances.values() if not i.key)
-    if silent:
-        raise _not_possible_now(
-            f"{list_some(silent)} does not report which model it runs (an older version?); restart it"
-        )
     _check_warm(new, fleet)
     _check_adapters(new, before, fleet)
     return RolloutRecord(
@@ -175,11 +170,6 @@ def _reverses(present: RolloutRecord, new: str) -> bool:
 
 
 def _serving_front_ends(model: str, fleet: FleetFacts, present: RolloutRecord | None) -> list[FrontEndFacts]:
-    silent = sorted(front.frontend_id for front in fleet.frontends.values() if not front.name)
-    if silent:
-        raise _not_possible_now(
-            f"{list_some(silent)} does not report what it serves (an older version?); restart it"
-        )
     fronts = fleet.serving(model)
     if not fronts and present is None:
         names = sorted({front.name for front in fleet.frontends.values()})
@@ -190,8 +180,8 @@ def _serving_front_ends(model: str, fleet: FleetFacts, present: RolloutRecord | 
 
 
 def _target(to: str, fleet: FleetFacts) -> str:
-    keys = {instance.key for instance in fleet.instances.values() if instance.key}
-    named = {i.key for i in fleet.instances.values() if i.key and to in (i.key, i.model)}
+    keys = {instance.key for instance in fleet.instances.values()}
+    named = {i.key for i in fleet.instances.values() if to in (i.key, i.model)}
     if not named and len(to) >= _FINGERPRINT_MIN_LENGTH:
         named = {key for key in keys if fingerprint(key).startswith(to.lower())}
     if len(named) == 1:

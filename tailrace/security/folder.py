@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from tailrace.files import Stamp, file_stamp
 from tailrace.security.credentials import (
     AUTHORITIES,
     CERTIFICATE,
@@ -30,8 +31,6 @@ _DAY_S: Final = 86_400.0
 # quarter.
 _WARN_S: Final = 7 * _DAY_S
 _WARN_SHARE: Final = 0.25
-
-_Stamp = tuple[tuple[int, int, int], ...]
 
 
 class CredentialFolder:
@@ -64,7 +63,7 @@ class CredentialFolder:
         self._version = 0
         self._next_check_s = clock() + _POLL_S
         # Stamp of the files that failed to load, and whether that failure was logged.
-        self._failed: _Stamp = ()
+        self._failed: tuple[Stamp, ...] = ()
         self._logged = False
         # When to warn of the certificate's end again, by `clock`.
         self._warn_s = clock()
@@ -128,17 +127,10 @@ class CredentialFolder:
             log.error("%s expired at %s: new connections fail until it is replaced", certificate, end)
             self._warn_s = now_s + _DAY_S
 
-    def _read_stamp(self) -> _Stamp:
-        stamp: list[tuple[int, int, int]] = []
+    def _read_stamp(self) -> tuple[Stamp, ...]:
         files = (AUTHORITIES, CERTIFICATE, KEY)
-        for path in (*map(self._path.joinpath, files), *map((self._path / FOR_ETCD).joinpath, files)):
-            try:
-                status = path.stat()
-            except OSError:
-                stamp.append((0, 0, 0))
-            else:
-                stamp.append((status.st_mtime_ns, status.st_ino, status.st_size))
-        return tuple(stamp)
+        folders = (self._path, self._path / FOR_ETCD)
+        return tuple(file_stamp(folder / file) for folder in folders for file in files)
 
     def _read(self) -> Credentials:
         credentials = read_credentials(self._path)

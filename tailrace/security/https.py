@@ -9,13 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from tailrace.files import Stamp, file_stamp
 from tailrace.security.credentials import load_chain
 
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 1.0
-
-_Stamp = tuple[tuple[int, int, int], ...]
 
 
 class UnusableCertificate(Exception):
@@ -71,13 +70,5 @@ class Https:
             raise UnusableCertificate(f"{certificate} with {key}: {error}") from error
         return content
 
-    def _read_stamp(self) -> _Stamp:
-        stamps = []
-        for file in self._files:
-            try:
-                status = file.stat()
-            except OSError:
-                stamps.append((0, 0, 0))
-            else:
-                stamps.append((status.st_mtime_ns, status.st_ino, status.st_size))
-        return tuple(stamps)
+    def _read_stamp(self) -> tuple[Stamp, ...]:
+        return tuple(map(file_stamp, self._files))

@@ -262,7 +262,7 @@ def _kind(key: str) -> str:
 
 
 def front_end_facts(services: Mapping[tuple[str, str], ServiceRecord]) -> dict[str, FrontEndFacts]:
-    """Return what rollouts need to know of each front end, by id."""
+    """Return what rollouts need to know of each front end, by id; what names no model is none."""
     return {
         service_id: FrontEndFacts(
             service_id,
@@ -272,7 +272,7 @@ def front_end_facts(services: Mapping[tuple[str, str], ServiceRecord]) -> dict[s
             frozenset(record.connected_models),
         )
         for (kind, service_id), record in services.items()
-        if kind == _FRONTEND
+        if kind == _FRONTEND and record.model_name
     }
 
 
@@ -286,12 +286,10 @@ def _leaving(
     named = {name for rollout in rollouts.values() for name in rollout.draining if name in instances}
     if not named:
         return frozenset()
-    fronts = [front for front in front_end_facts(services).values() if front.name]
+    fronts = front_end_facts(services).values()
 
     def is_leaving(name: str) -> bool:
         record = instances[name]
-        if record.model_identity is None:
-            return False
         key = record.model_identity.key
         if not any(name in rollout.draining and rollout.retires(key) for rollout in rollouts.values()):
             return False

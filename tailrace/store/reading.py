@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Final, TypeVar
 
 import msgspec
+from msgspec.structs import asdict
 
 from tailrace.cluster import Pool, Stage
 from tailrace.records import (
@@ -83,8 +84,7 @@ def read_slo(value: bytes) -> Slo:
     """Read the SLOs, whose ranges are those of `tailrace set slo`. Raise UnreadableRecord."""
 
     def read() -> Slo:
-        record = msgspec.json.decode(value, type=SloRecord)
-        return Slo(record.ttft_s, record.tpot_s, record.qoe, record.pace_s, record.admit)
+        return Slo(**asdict(msgspec.json.decode(value, type=SloRecord)))
 
     return _read(value, read)
 

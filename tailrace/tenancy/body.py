@@ -71,10 +71,11 @@ _KINDS: Final = {
 }
 
 
-def refusal_of(exceeded: LimitExceeded) -> LimitRefusal:
-    """Return the refusal for an exceeded limit of a tenant."""
-    status = HTTPStatus.TOO_MANY_REQUESTS if exceeded.retry_after_s else HTTPStatus.BAD_REQUEST
-    return LimitRefusal(status, f"Limit exceeded: {exceeded.reason}.", exceeded.retry_after_s)
+def refuse(exceeded: LimitExceeded | None) -> None:
+    """Raise LimitRefusal if a limit of a tenant is exceeded."""
+    if exceeded is not None:
+        status = HTTPStatus.TOO_MANY_REQUESTS if exceeded.retry_after_s else HTTPStatus.BAD_REQUEST
+        raise LimitRefusal(status, f"Limit exceeded: {exceeded.reason}.", exceeded.retry_after_s)
 
 
 def is_form(kind: str) -> bool:

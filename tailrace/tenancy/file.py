@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
 from tailrace.bounded import read_regular
-from tailrace.files import replace_file
+from tailrace.files import file_stamp, replace_file
 from tailrace.tenancy.keys import KeyIndex, TenantKeys
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class KeyFile:
         """Read the file. `clock`: seconds. Raise KeyFileUnusable."""
         self._path = path
         self._clock = clock
-        self._stamp = _stamp(path)
+        self._stamp = file_stamp(path)
         self._index = KeyIndex(read_keys(path))
         self._next_check_s = clock() + _POLL_S
         # Why the file is unusable; empty if it is not.
@@ -58,7 +58,7 @@ class KeyFile:
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + _POLL_S
-        stamp = _stamp(self._path)
+        stamp = file_stamp(self._path)
         if stamp == self._stamp and not self._problem:
             return
         try:
@@ -135,11 +135,3 @@ def _attributes(path: Path) -> list[str]:
         return os.listxattr(path)
     except OSError:
         return []
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        status = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return status.st_mtime_ns, status.st_ino, status.st_size

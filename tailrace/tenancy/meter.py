@@ -182,6 +182,10 @@ class Body:
         self._ledger.add(self._tenant, -held, 0)
 
 
+MAX_ARRIVING: Final = 1_024
+"""Bodies that may be arriving at an API server or an edge at a time."""
+
+
 @dataclass(slots=True)
 class Bodies:
     """All bodies of one API server. `has_tenants`: whether one tenant may hold only half."""

@@ -81,4 +81,4 @@ def test_top_has_slo_and_moves_at_80_columns() -> None:
 
 def frame_of(instances: tuple[InstanceInfo, ...]) -> RenderableType:
     """Return the view of `tailrace top` with these instances and one request."""
-    return frame(deque([Sample(1.0, "pascal", instances, (REQUEST,), 1, ())]), 80)
+    return frame(deque([Sample(1.0, "pascal", instances, (REQUEST,), 1, (), RecentFigures())]), 80)

@@ -133,7 +133,7 @@ def test_an_objective_out_of_range_is_refused_everywhere(text: str) -> None:
 
 def test_an_objective_out_of_range_in_etcd_is_unreadable() -> None:
     with pytest.raises(UnreadableRecord, match=r"ttft: -1\.0 is not allowed"):
-        read_slo(b'{"ttft_s": -1, "tpot_s": 1, "qoe": null, "pace_s": null}')
+        read_slo(b'{"ttft_s": -1, "tpot_s": 1, "qoe": null, "pace_s": null, "admit": null}')
 
 
 def test_long_assignments_are_not_echoed() -> None:

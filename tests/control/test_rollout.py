@@ -22,7 +22,7 @@ FRONT = FrontEndFacts("f0", "chat", "text:old", "/old", frozenset({OLD, NEW}))
 
 def instance(name: str, key: str = OLD, **facts: object) -> InstanceFacts:
     """Return an instance that can take requests unless `facts` say otherwise."""
-    known = InstanceFacts(name, key, f"/{key.split(':')[1]}" if key else "/untold")
+    known = InstanceFacts(name, key, f"/{key.split(':')[1]}")
     return replace(known, **facts)  # type: ignore[arg-type]
 
 
@@ -112,18 +112,6 @@ def test_front_ends_of_both_models_can_coexist() -> None:
             "/new",
             Problem.NOT_NOW,
             "has another configuration or tokenizer than that of f0",
-        ),
-        (
-            fleet(instance("a"), instance("c", NEW), instance("x", "")),
-            "/new",
-            Problem.NOT_NOW,
-            "x does not report which model it runs",
-        ),
-        (
-            fleet(*TWO.instances.values(), fronts=(FRONT, FrontEndFacts("f1", "", "", ""))),
-            "/new",
-            Problem.NOT_NOW,
-            "f1 does not report what it serves",
         ),
         (
             fleet(instance("a"), instance("c", NEW), instance("d", "text:new:fp8")),
@@ -329,9 +317,7 @@ def test_progress_is_described_in_words() -> None:
 def test_another_name_on_the_new_model_keeps_no_old_instances() -> None:
     other = replace(FRONT, frontend_id="f1", name="code", key="text:new", model="/new")
     done = replace_record(begin_rollout(), RolloutState.DONE)
-    facts = replace(
-        fleet(instance("c", NEW), instance("x", ""), fronts=(FRONT, other)), rollouts={"chat": done}
-    )
+    facts = replace(fleet(instance("c", NEW), fronts=(FRONT, other)), rollouts={"chat": done})
     assert describe(done, facts).endswith(f"no request of {fingerprint(OLD)} is left")
 
 
@@ -365,10 +351,9 @@ def test_instances_used_by_another_name_do_not_drain() -> None:
     assert advance(
         record, replace(fleet(*shared, fronts=(FRONT, other)), rollouts=both), 200.0, 0.0
     ).draining == ["a"]
-    # Front ends of another model, or without a report, use none of them.
+    # Front ends of another model use none of them.
     third = replace(other, key="text:third")
-    unreported = FrontEndFacts("f2", "", "", "")
-    assert advance(record, fleet(*shared, fronts=(FRONT, third, unreported)), 200.0, 0.0).draining == ["a"]
+    assert advance(record, fleet(*shared, fronts=(FRONT, third)), 200.0, 0.0).draining == ["a"]
 
 
 @given(

@@ -21,7 +21,7 @@ from tailrace.model_identity import ModelIdentity
 from tailrace.service.channels import Channels
 from tailrace.service.vllm_line import VllmLine
 from tests.frontend.fake_api_server import FakeApiServer
-from tests.frontend.fleet import record
+from tests.frontend.fleet import MODEL, record
 from tests.frontend.scripted_worker import ScriptedWorker, serving
 from tests.static_members import StaticMembers
 from tests.waiting import WAIT_S
@@ -53,17 +53,17 @@ class Rig:
 
     async def worker(self, instance_id: str, max_message_bytes: int = 0) -> ScriptedWorker:
         """Add a member and wait until the front end has attached to it."""
-        worker = await self.member(instance_id, None, max_message_bytes)
+        worker = await self.member(instance_id, MODEL, max_message_bytes)
         await eventually(lambda: instance_id in self.engine.workers.attached())
         return worker
 
     async def member(
-        self, instance_id: str, identity: ModelIdentity | None, max_message_bytes: int = 0
+        self, instance_id: str, identity: ModelIdentity, max_message_bytes: int = 0
     ) -> ScriptedWorker:
         """Add a member that runs this model, without waiting for the front end to attach."""
         worker = ScriptedWorker(instance_id)
         worker.max_message_bytes = max_message_bytes
-        worker.model = "" if identity is None else identity.key
+        worker.model = identity.key
         self.crashes[instance_id] = await self.stack.enter_async_context(serving(worker))
         known = record(instance_id, worker.address)
         self.members.instances[instance_id] = replace(known, model_identity=identity)

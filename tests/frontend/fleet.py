@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import uuid
 
+from tailrace.model_identity import identify_model
 from tailrace.records import InstanceRecord
+from tailrace.tiny import MODEL_PATH
+
+MODEL = identify_model(str(MODEL_PATH))
+"""What these instances run."""
 
 
 def record(instance_id: str, address: str) -> InstanceRecord:
@@ -17,6 +22,7 @@ def record(instance_id: str, address: str) -> InstanceRecord:
         engine="scripted",
         model="tiny",
         model_fingerprint="none",
+        model_identity=MODEL,
         block_tokens=16,
         kv_blocks_total=1024,
         max_model_len=8192,

@@ -11,6 +11,7 @@ from tailrace.v1 import worker_pb2
 from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs
 from tailrace.wire.ready import ReadyResponse, write_ready
 from tailrace.wire.requests import read_utility, utility_result
+from tests.frontend.fleet import MODEL
 from tests.waiting import WAIT_S
 
 READY = write_ready(
@@ -93,7 +94,7 @@ class ScriptedWorker:
         # The message limit announced in the hello, in bytes; 0: none.
         self.max_message_bytes = 0
         # Key of the model announced in the hello.
-        self.model = ""
+        self.model = MODEL.key
         self._down: asyncio.Queue[worker_pb2.AttachDown] | None = None
         self._streams: list[MessageStream[worker_pb2.AttachUp]] = []
         self._crashed = False

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tailrace.service.message_stream import serve_streams
 from tailrace.v1 import worker_pb2
+from tests.frontend.fleet import MODEL
 from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher
 from worker_agent.engine.base import RequestKey, Submission
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
@@ -93,7 +94,10 @@ class SimulatedWorker:
         admission = _Counting(engine.submit, self._front_ends, running, metrics, 1000)
         admission.submitted = self.submitted
         hello = worker_pb2.WorkerHello(
-            instance_id=self.instance_id, incarnation="1", ready_response=info.ready_response
+            instance_id=self.instance_id,
+            incarnation="1",
+            ready_response=info.ready_response,
+            model=MODEL.key,
         )
         streams = AttachStreams(self._front_ends, _Submissions(engine, admission, running), hello)
         progress = StepProgress(StepBounds(1.0, 1.0), 0.0)

@@ -16,7 +16,7 @@ from tailrace.service.message_stream import MessageStream, StreamBroken, serve_s
 from tailrace.telemetry.incidents import UNREADABLE
 from tailrace.v1 import worker_pb2
 from tests.counting import skipped
-from tests.frontend.fleet import record
+from tests.frontend.fleet import MODEL, record
 from tests.waiting import WAIT_S
 
 Up = MessageStream[worker_pb2.AttachUp]
@@ -85,7 +85,7 @@ async def greet(stream: Up, name: str = "w") -> worker_pb2.FrontendHello:
     """Exchange hellos as the worker and return the front end's."""
     first = await stream.read()
     assert first is not None and first.HasField("hello")
-    hello = worker_pb2.WorkerHello(instance_id=name, incarnation="1")
+    hello = worker_pb2.WorkerHello(instance_id=name, incarnation="1", model=MODEL.key)
     await stream.write(worker_pb2.AttachDown(hello=hello))
     return first.hello
 
@@ -347,7 +347,7 @@ def submission(size: int) -> worker_pb2.AttachUp:
 
 async def serve_hello(stream: Up, limit: int, resume: asyncio.Event) -> None:
     await stream.read()
-    hello = worker_pb2.WorkerHello(instance_id="w", incarnation="1", max_message_bytes=limit)
+    hello = worker_pb2.WorkerHello(instance_id="w", incarnation="1", max_message_bytes=limit, model=MODEL.key)
     await stream.write(worker_pb2.AttachDown(hello=hello))
     await resume.wait()
 

@@ -29,9 +29,7 @@ async def channels() -> AsyncIterator[Channels]:
     await channels.close()
 
 
-def running(
-    identity: ModelIdentity | None, model: str = "/models/m", instance_id: str = "a"
-) -> InstanceRecord:
+def running(identity: ModelIdentity, model: str = "/models/m", instance_id: str = "a") -> InstanceRecord:
     """Return the record of an instance that runs this model."""
     plain = record(instance_id, "127.0.0.1:1")
     return msgspec.structs.replace(plain, model=model, model_identity=identity)
@@ -44,12 +42,10 @@ def running(
         (ModelIdentity("text", "weights", "bfloat16"), True),
         (ModelIdentity("text", "others"), False),
         (ModelIdentity("other text", "weights"), False),
-        # An earlier version without an identity, while a fleet is being upgraded.
-        (None, True),
     ],
 )
 def test_instance_runs_the_model_if_configuration_tokenizer_and_weights_match(
-    identity: ModelIdentity | None, runs: bool
+    identity: ModelIdentity, runs: bool
 ) -> None:
     assert SERVED_ROUTES.is_run_by(running(identity, "/elsewhere")) is runs
 

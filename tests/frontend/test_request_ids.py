@@ -74,13 +74,11 @@ def test_chosen_id_becomes_a_short_one_that_is_found_by_it(chosen: str, name: st
 
 
 def test_what_an_id_may_be() -> None:
-    assert not problem_with("a" * MAX_BYTES) and not problem_with("Auftrag 7/é")
-    assert (
-        problem_with("é" * MAX_BYTES)
-        and problem_with("a\tb")
-        and problem_with("a\x9bb")
-        and problem_with("\ud800")
-    )
+    allowed = [("request_id", "a" * MAX_BYTES), ("session_id", "Auftrag 7/é"), ("session_id", "")]
+    assert problem_with(allowed) == ""
+    assert problem_with([*allowed, ("a", "é" * MAX_BYTES)]) == f"a must have at most {MAX_BYTES} bytes."
+    for text in ("a\tb", "a\x9bb", "\ud800"):
+        assert problem_with([*allowed, ("b", text)]) == "b must consist of printable characters."
 
 
 async def test_workers_get_ours_and_the_api_server_its_own(rig: Rig) -> None:

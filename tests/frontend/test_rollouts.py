@@ -18,7 +18,7 @@ from scheduler_svc.servicer import newer_rollout
 from tailrace.cache.names import ALGORITHM, Keys, Naming, block_names
 from tailrace.model_identity import AdapterVersions, ModelIdentity
 from tailrace.rollout.record import RolloutRecord, RolloutState
-from tailrace.v1 import scheduler_pb2, worker_pb2
+from tailrace.v1 import scheduler_pb2
 from tailrace.wire.outputs import FinishReason
 from tailrace.wire.requests import EngineCoreRequest
 from tests.frontend.conftest import Rig, eventually, open_rig
@@ -335,17 +335,6 @@ def test_model_and_instances_of_a_front_end_during_a_rollout(
     members.rollouts[record.model] = record
     fleet = ModelFleet(members, SERVED_ROUTES)
     assert (fleet.model, sorted(fleet.instances)) == (model, names)
-
-
-def test_instance_without_a_model_identity_is_unused_during_a_rollout() -> None:
-    members = StaticMembers()
-    members.instances["unknown"] = running(None, instance_id="unknown")
-    fleet = ModelFleet(members, SERVED_ROUTES)
-    fleet.attached("unknown", worker_pb2.WorkerHello(instance_id="unknown"))
-    assert list(fleet.instances) == ["unknown"] and fleet.is_model("unknown", OLD.key)
-    members.rollouts["chat"] = rollout(RolloutState.PREPARING)
-    fleet.refresh()
-    assert not fleet.instances and not fleet.is_model("unknown", OLD.key)
 
 
 async def test_stream_keeps_the_version_of_its_adapter(rig: Rig, tmp_path: Path) -> None:

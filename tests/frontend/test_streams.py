@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 from frontend_svc.adopt import Commit, Wait, evaluate
 from frontend_svc.observer import Load, load_of
 from frontend_svc.streams import (
-    ANSWER_BEGUN,
     FAILED,
     FINISHED,
     PREFILL_DONE,
@@ -278,19 +277,6 @@ def test_output_without_tokens_adds_none() -> None:
     verdict = table.accept("a", step)
     assert verdict.tokens == 3
     assert (list(stream.token_ids), list(other.token_ids)) == ([], [7, 8, 9])
-
-
-def test_flags_match_the_protocol() -> None:
-    flags = {
-        "FINISHED": FINISHED,
-        "PREFILL_DONE": PREFILL_DONE,
-        "REASONING_ENDED": REASONING_ENDED,
-        "FAILED": FAILED,
-        "ANSWER_BEGUN": ANSWER_BEGUN,
-    }
-    assert {f"OUTPUT_FLAG_{name}": flag for name, flag in flags.items()}.items() <= {
-        *worker_pb2.OutputFlag.items()
-    }
 
 
 def test_initial_state_of_a_stream() -> None:

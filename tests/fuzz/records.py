@@ -31,7 +31,6 @@ from tailrace.records import (
     ServiceRecord,
     StageRecord,
     TtftRecord,
-    encode_slo,
 )
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.slo import Slo
@@ -179,7 +178,7 @@ async def make_targets(store: Store) -> list[Target]:
         Target("policy", policy, lambda value: value and read_policy(value), _counted_as("policy")),
         Target(
             "slo",
-            encode_slo(Slo(1.0, 0.2, 0.9, 0.1, 2.0)),
+            msgspec.json.encode(Slo(1.0, 0.2, 0.9, 0.1, 2.0)),
             lambda value: value and read_slo(value),
             _counted_as("slo"),
         ),

@@ -67,7 +67,7 @@ def test_line_whose_record_cannot_be_read_is_skipped(tmp_path: Path) -> None:
 
 
 def test_lines_truncated_by_a_full_disk_are_skipped(tmp_path: Path) -> None:
-    # As written by earlier versions: the next line began right after the truncated one.
+    # The next line begins right after the truncated one.
     path = tmp_path / "journal"
     journal = Journal(path)
     journal.write(opened("one"))

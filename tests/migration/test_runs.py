@@ -18,6 +18,7 @@ from migration_svc.migration import ENDED, CopyRules, cancel_or_ask_end
 from migration_svc.runs import History, InvalidMigration, Runs, Stopping, UnknownInstance
 from migration_svc.slots import MigrationSlots
 from migration_svc.traces import MigrationTraces
+from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.service.channels import Channels
 from tailrace.service.server import Servicer, serve_grpc
@@ -49,6 +50,7 @@ def instance(name: str, address: str) -> InstanceRecord:
         engine="simulated",
         model="m",
         model_fingerprint="f",
+        model_identity=ModelIdentity("t", "w"),
         block_tokens=16,
         kv_blocks_total=100,
         max_model_len=1000,

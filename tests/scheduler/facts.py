@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tailrace.control.events import KnownMembers, MembersChanged, Reported
 from tailrace.control.reported_cluster import PhaseChange, ReportedCluster
+from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord
 from tailrace.request_columns import columns_from
 from tailrace.v1 import monitor_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
@@ -29,6 +30,7 @@ def instance(name: str, address: str = "127.0.0.1:1", incarnation: str = "1") ->
         engine="simulated",
         model="tiny",
         model_fingerprint="f",
+        model_identity=ModelIdentity("t", "w"),
         block_tokens=16,
         kv_blocks_total=1_000,
         max_model_len=4_096,

@@ -36,10 +36,9 @@ from tests.static_members import StaticMembers
 FIRST, SECOND = ModelIdentity("t", "first", "bf16"), ModelIdentity("t", "second", "bf16")
 
 
-def with_model(name: str, identity: ModelIdentity | None) -> InstanceRecord:
+def with_model(name: str, identity: ModelIdentity) -> InstanceRecord:
     """Return an instance of this model; instances of one identity can exchange KV."""
-    kv = "unknown" if identity is None else identity.key
-    return msgspec.structs.replace(instance(name), model_identity=identity, model_fingerprint=kv)
+    return msgspec.structs.replace(instance(name), model_identity=identity, model_fingerprint=identity.key)
 
 
 def two_models() -> StaticMembers:
@@ -86,13 +85,6 @@ def test_a_view_of_a_model_is_updated_by_reports(state: ReportedCluster) -> None
     report_to(state, steady("a", [request("r")]), 1.0)
     assert state.view_for_arrival("t:first", 0.0).instances["a"].running == 1
     assert before.instances["a"].running == 0
-
-
-def test_an_instance_without_a_model_identity_matches_any_model() -> None:
-    groups = ModelGroups({"old": with_model("old", None), "new": with_model("new", FIRST)})
-    assert groups.running("t:first") == {"old", "new"}
-    assert groups.running("t:second") == {"old"}
-    assert groups.exchanging_kv("gone") == frozenset()
 
 
 @pytest.mark.parametrize(("model", "names"), [("t:first", {"a", "c"}), ("t:second", {"b", "d"})])

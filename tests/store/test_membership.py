@@ -17,7 +17,6 @@ from tailrace.records import (
     PolicyRecord,
     ServiceRecord,
     StageRecord,
-    encode_slo,
 )
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.slo import Slo
@@ -25,7 +24,7 @@ from tailrace.store import client as store_client
 from tailrace.store import membership as membership_module
 from tailrace.store.client import EtcdClient
 from tailrace.store.etcd_api import TXN, delete_op, put_op
-from tailrace.store.membership import Membership
+from tailrace.store.membership import Membership, front_end_facts
 from tailrace.store.registration import register
 from tailrace.store.store import Store
 from tailrace.telemetry.incidents import UNREADABLE, UNREADABLE_NOW
@@ -45,6 +44,7 @@ def instance(name: str, incarnation: str = "1") -> InstanceRecord:
         engine="simulated",
         model="tiny",
         model_fingerprint="f",
+        model_identity=ModelIdentity("t", "w"),
         block_tokens=16,
         kv_blocks_total=100,
         max_model_len=4096,
@@ -87,7 +87,7 @@ async def test_policy_and_slos(store: Store) -> None:
     assert (members.policy, members.slo) == (None, Slo())
     record = PolicyRecord(name="pascal", parameters={"quantum_tokens": 200, "behind_tokens": 1.5})
     await store.put("policy", msgspec.json.encode(record))
-    await store.put("slo", encode_slo(Slo(1.0, None, 0.95)))
+    await store.put("slo", msgspec.json.encode(Slo(1.0, None, 0.95)))
     await wait_for_members(members, lambda: members.slo == Slo(1.0, None, 0.95))
     assert members.policy == record
     # A broken record keeps the previous value.
@@ -176,7 +176,7 @@ async def test_nothing_in_etcd_stops_the_membership(etcd: str, store: Store, clu
         "rollouts/tiny": b'{"state":"of a later version"}',
         "adapters/tiny/a": b'{"model":"tiny","name":"b","path":"/a"}',
         "policy": b"\xff",
-        "slo": b'{"ttft_s":-1,"tpot_s":null,"qoe":null,"pace_s":null}',
+        "slo": b'{"ttft_s":-1,"tpot_s":null,"qoe":null,"pace_s":null,"admit":null}',
         "stages": b'[{"lo":5,"hi":1,"instance_ids":[]}]',
         "withdrawn/instances/a": b"\xff",
         "": b"x",
@@ -432,3 +432,10 @@ async def test_a_write_of_the_same_value_is_followed(store: Store) -> None:
         await wait_for_members(membership, lambda: membership.revision > before)
     finally:
         await membership.close()
+
+
+def test_rollouts_see_no_front_end_that_names_no_model() -> None:
+    named = ServiceRecord(kind="frontend", service_id="f", incarnation="1", address="h:1", model_name="chat")
+    unnamed = msgspec.structs.replace(named, service_id="g", model_name="")
+    services = {("frontend", record.service_id): record for record in (named, unnamed)}
+    assert list(front_end_facts(services)) == ["f"]

@@ -21,7 +21,6 @@ from tailrace.records import (
     ProfileRecord,
     ServiceRecord,
     StageRecord,
-    encode_slo,
 )
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.slo import Slo
@@ -69,7 +68,7 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
         lambda value: read_named(ProfileRecord, "profiles/k", value),
     ),
     "policy": (b'{"name": "pascal", "parameters": {"quantum_tokens": 5}}', read_policy),
-    "slo": (encode_slo(Slo(1.0, 0.2, 0.9, 0.1, 2.0)), read_slo),
+    "slo": (msgspec.json.encode(Slo(1.0, 0.2, 0.9, 0.1, 2.0)), read_slo),
     "stages": (
         b'[{"lo":0,"hi":10,"instance_ids":["a"]},{"lo":10,"hi":20,"instance_ids":["b"]}]',
         read_stages,
@@ -220,6 +219,14 @@ def test_slos_out_of_range_are_refused(field: str, value: bytes) -> None:
         read_slo(record)
 
 
+def test_slos_are_read_as_they_were_written() -> None:
+    for slo in (Slo(), Slo(1.0, None, 0.9, 0.1, 2.0)):
+        assert read_slo(msgspec.json.encode(slo)) == slo
+    # What is missing has no default.
+    with pytest.raises(UnreadableRecord, match="admit"):
+        read_slo(b'{"ttft_s": 1, "tpot_s": 1, "qoe": null, "pace_s": null}')
+
+
 @pytest.mark.parametrize(
     "bounds", [[(5, 1)], [(3, 3)], [(0, 2**40)], [(-1, 4)], [(0, 10), (5, 20)], [(10, 20), (0, 10)]]
 )
@@ -249,6 +256,16 @@ def test_identities_and_versions_of_later_versions_are_refused_not_misread() -> 
     value = msgspec.json.encode(record).replace(b'"text":"t"', b'"text":7')
     with pytest.raises(UnreadableRecord, match="text"):
         read_named(InstanceRecord, "instances/a", value)
+
+
+@pytest.mark.parametrize("identity", [None, b'{"text":""}', b'{"text":"a:b"}'])
+def test_an_instance_without_a_model_identity_is_refused(identity: bytes | None) -> None:
+    record = msgspec.json.decode(encoded("a"), type=dict[str, msgspec.Raw])
+    del record["model_identity"]
+    if identity is not None:
+        record["model_identity"] = msgspec.Raw(identity)
+    with pytest.raises(UnreadableRecord, match="model_identity"):
+        read_named(InstanceRecord, "instances/a", msgspec.json.encode(record))
 
 
 async def test_the_fuzz_writes_every_kind_of_record(store: Store) -> None:

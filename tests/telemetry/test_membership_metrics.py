@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tailrace.cluster import Pool
+from tailrace.model_identity import ModelIdentity
 from tailrace.records import InstanceRecord, ServiceRecord
 from tailrace.rollout.record import RolloutRecord, RolloutState
 from tailrace.telemetry.membership import MembershipMetrics
@@ -18,6 +19,7 @@ def _instance(name: str) -> InstanceRecord:
         engine="simulated",
         model="m",
         model_fingerprint="f",
+        model_identity=ModelIdentity("t", "w"),
         block_tokens=16,
         kv_blocks_total=8,
         max_model_len=64,

@@ -17,13 +17,11 @@ from worker_agent.migration.copying import Abort, handover_to, identity_message
 
 SHAPE = KvShape("fingerprint", block_tokens=16, num_layers=2, layer_block_bytes=512)
 MODEL = ModelIdentity("text", "weights", "bfloat16 None auto")
-INFO = EngineInfo("vllm", "tiny", SHAPE, 100, 2048, 8, b"", identity=MODEL)
+INFO = EngineInfo("vllm", "tiny", MODEL, SHAPE, 100, 2048, 8, b"")
 STAYS = Handover(TransferMode.STAYS, "a pooling model")
 
 
-def opened(
-    shape: KvShape = SHAPE, model: ModelIdentity | None = MODEL, reason: str = ""
-) -> worker_pb2.ExportOpened:
+def opened(shape: KvShape = SHAPE, model: ModelIdentity = MODEL, reason: str = "") -> worker_pb2.ExportOpened:
     """Return the source's handover, decoded from its message."""
     message = worker_pb2.ExportOpened(
         layout=kv_layout(shape), model=identity_message(model), replay_reason=reason
@@ -33,8 +31,6 @@ def opened(
 
 def test_requests_between_equal_engines_move_live() -> None:
     assert handover_to(INFO, opened()) == LIVE
-    # Also from a source of a version that does not send its model.
-    assert handover_to(INFO, opened(model=None)) == LIVE
 
 
 @pytest.mark.parametrize(
@@ -64,13 +60,14 @@ def test_incompatible_kv_is_replayed_and_the_setting_is_named(
 @pytest.mark.parametrize(
     ("model", "setting"),
     [
-        (None, "does not report"),
+        # Of a message that lacks it.
+        (ModelIdentity(""), "--model"),
         (ModelIdentity("other", "weights", MODEL.precision), "--model"),
         (ModelIdentity("text", "other", MODEL.precision), "--revision"),
         (ModelIdentity("text", "weights", "float32 None auto"), "dtype"),
     ],
 )
-def test_answer_of_another_model_is_never_continued(model: ModelIdentity | None, setting: str) -> None:
+def test_answer_of_another_model_is_never_continued(model: ModelIdentity, setting: str) -> None:
     with pytest.raises(Abort, match=setting):
         handover_to(INFO, opened(replace(SHAPE, model_fingerprint="other"), model))
 

@@ -8,7 +8,6 @@ block numbers count from a request's first block.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from tailrace.cache.names import Naming
 from tailrace.cluster import Phase
 from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
+from tailrace.output_flags import OutputFlag as OutputFlag
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
 from tailrace.records import RankRecord
@@ -31,22 +31,6 @@ from worker_agent.kv.address import KvShape as KvShape
 from worker_agent.parallel.rank_links import RankLinks
 
 Frames = Sequence[bytes]
-
-
-class OutputFlag(enum.IntFlag):
-    """Flags of one request's outputs in one step, with the values of the proto enum.
-
-    A request that does not reason has PREFILL_DONE and REASONING_ENDED at once, because its first token
-    belongs to the answer. One that reasons has ANSWER_BEGUN with the token after the one that ended its
-    reasoning, wherever that is made: in the same step, after a preemption, or on another instance.
-    """
-
-    NONE = 0
-    FINISHED = 1
-    PREFILL_DONE = 2
-    REASONING_ENDED = 4
-    FAILED = 8
-    ANSWER_BEGUN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +120,7 @@ class EngineInfo:
 
     engine: str
     model: str
+    identity: ModelIdentity
     kv_shape: KvShape
     kv_blocks_total: int
     max_model_len: int
@@ -148,8 +133,6 @@ class EngineInfo:
     hardware: str = ""
     # Most tokens of a step; longer prompts take several steps.
     step_tokens: int = 2048
-    # None: the engine does not report its model's identity.
-    identity: ModelIdentity | None = None
     # How requests are handed over to and from other engines.
     handover: Handover = LIVE
     # True: the model computes embeddings, scores and the like. False: it generates text.

@@ -60,8 +60,7 @@ def layout_difference(own: KvShape, peer: worker_pb2.KvLayout) -> str:
     if own.block_tokens != peer.block_tokens:
         return f"KV blocks of {peer.block_tokens} tokens against {own.block_tokens} (block_size)"
     for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
-        # 0: a worker of a version without parallelism.
-        peer_value, own_value = getattr(peer, setting) or 1, getattr(own, setting)
+        peer_value, own_value = getattr(peer, setting), getattr(own, setting)
         if peer_value != own_value:
             return f"{setting} {peer_value} against {own_value}"
     if own.model_fingerprint != peer.model_fingerprint:

@@ -91,25 +91,18 @@ def handover_to(info: EngineInfo, opened: worker_pb2.ExportOpened) -> Handover:
     else:
         return LIVE
     if opened.layout.model_fingerprint != info.kv_shape.model_fingerprint:
-        models = difference(_identity(opened), info.identity)
+        model = opened.model
+        models = difference(ModelIdentity(model.text, model.weights, model.precision), info.identity)
         if models:
             raise Abort(models)
     return handover
 
 
-def identity_message(identity: ModelIdentity | None) -> worker_pb2.ModelIdentity | None:
+def identity_message(identity: ModelIdentity) -> worker_pb2.ModelIdentity:
     """Return the identity as a message."""
-    if identity is None:
-        return None
     return worker_pb2.ModelIdentity(
         text=identity.text, weights=identity.weights, precision=identity.precision
     )
-
-
-def _identity(opened: worker_pb2.ExportOpened) -> ModelIdentity | None:
-    """Return the source's identity; None if its version does not send one."""
-    model = opened.model
-    return ModelIdentity(model.text, model.weights, model.precision) if opened.HasField("model") else None
 
 
 _STOP_BLOCKS: Final = 2
