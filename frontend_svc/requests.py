@@ -186,7 +186,7 @@ class Requests:
                     return
                 reason = f"{chosen.instance_id} cannot take it now"
             elif chosen.final:
-                log.info("%s is too late: %s", stream.request_id, chosen.reason)
+                log.info("%s is refused: %s", stream.request_id, chosen.reason)
                 raise Refused(OVERLOADED)
             else:
                 reason = chosen.reason

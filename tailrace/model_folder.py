@@ -43,6 +43,8 @@ def require_model(model: str) -> None:
     """Raise ModelFolderError for a path without a model. Other names, those of a hub, are not checked."""
     folder = Path(model).expanduser()
     if folder.is_file():
+        if folder.suffix != ".gguf":
+            raise ModelFolderError(f"{model} is a file; name the folder that holds the model")
         return
     if not folder.is_dir():
         if _is_path(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import traceback
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -12,6 +13,8 @@ from types import TracebackType
 from typing import Final
 
 from tailrace.bounded import printable
+
+log = logging.getLogger(__name__)
 
 _TEXT_MAX: Final = 300
 # Frames of a traceback among which the plugin's own is looked for; an endless recursion has a thousand.
@@ -30,9 +33,19 @@ def plugins(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group by name.
 
     Cached: finding them takes tens of milliseconds, longer than a scheduler may block. After
-    `plugins.cache_clear()` packages that were installed since are found.
+    `plugins.cache_clear()` packages that were installed since are found. A name of Tailrace's own is no other
+    package's; of others that have the same, the first by what it names is used, on every host.
     """
-    return {point.name: point for point in entry_points(group=group)}
+    found: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=group), key=lambda each: (not _is_own(each), each.value)):
+        used = found.setdefault(point.name, point)
+        if used.value != point.value:
+            log.warning("%s %r: %s is used, not %s", group, point.name, used.value, point.value)
+    return found
+
+
+def _is_own(point: EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == "tailrace"
 
 
 def load_plugin(point: EntryPoint) -> object:

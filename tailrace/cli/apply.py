@@ -90,17 +90,13 @@ def apply(
     folder = RunFolder.nearest()
     try:
         # Another user's cluster cannot be read.
-        if admin or folder.read() is None:
+        state = None if admin else folder.read()
+        if state is None:
             _apply_afar(source, admin, model, dry_run, yes)
             return
-        with folder.locked():
-            # Another command may have changed it meanwhile.
-            state = folder.read()
-            if state is None:
-                raise CliError("the cluster of this folder has just been stopped")
-            if not state.ready:
-                raise CliError("the cluster of this folder is not complete; tailrace down stops it")
-            _apply_here(source, folder, state, host_of(source, on or state.host or None), dry_run, yes, force)
+        if not state.ready:
+            raise CliError("the cluster of this folder is not complete; tailrace down stops it")
+        _apply_here(source, folder, state, host_of(source, on or state.host or None), dry_run, yes, force)
     except (RunFolderBusy, RunFolderUnusable, PartFailed, PortUnavailable) as error:
         raise CliError(str(error)) from error
 
@@ -156,15 +152,19 @@ def _apply_here(
     problems = [] if force else [*dangers(changes, state.parts)]
     if not _agreed(lines, problems, dry_run, yes):
         return
-    # First, so that new workers are placed on by the right policy.
-    for each in settings:
-        each.apply()
-    state.scaled = [*plan.scaled]
-    if changes:
-        plan = replace(plan, etcd=state.etcd)
-        asyncio.run(_carry_out(changes, folder, state, environment, plan, options, [*new.values()]))
-    state.policy = options.policy
-    folder.write(state)
+    # From here on: while somebody thinks about it, models at zero start and other commands work.
+    with folder.locked():
+        if folder.read() != state:
+            raise CliError("another command has changed the cluster meanwhile: run this one again")
+        # First, so that new workers are placed on by the right policy.
+        for each in settings:
+            each.apply()
+        state.scaled = [*plan.scaled]
+        if changes:
+            plan = replace(plan, etcd=state.etcd)
+            asyncio.run(_carry_out(changes, folder, state, environment, plan, options, [*new.values()]))
+        state.policy = options.policy
+        folder.write(state)
     click.echo("applied")
 
 

@@ -187,9 +187,13 @@ def _check_instance(view: ClusterView, field: str, value: object) -> None:
 def _check_strings(field: str, values: object) -> None:
     if type(values) is not tuple:
         raise BadAnswer(f"{field}: {_kind(values)} is not a tuple of str")
+    if len(values) > ACTIONS_MAX:
+        raise BadAnswer(f"{field}: has more than {ACTIONS_MAX:,}")
     for value in values:
         if type(value) is not str:
             raise BadAnswer(f"{field}: {_kind(value)} is not a str")
+        if len(value) > _REASON_MAX:
+            raise BadAnswer(f"{field}: one has more than {_REASON_MAX:,} characters")
         _check_text(field, value)
 
 
@@ -199,6 +203,9 @@ def _check_reason(value: object) -> None:
     if len(value) > _REASON_MAX:
         raise BadAnswer(f"reason: has more than {_REASON_MAX:,} characters")
     _check_text("reason", value)
+    if not value.isprintable():
+        # It goes to logs and terminals.
+        raise BadAnswer(f"reason: {_shown(value)} has characters that are not printable")
 
 
 def _check_text(field: str, value: str) -> None:

@@ -318,3 +318,21 @@ def test_what_a_policy_says_about_its_moves_cannot_hurt() -> None:
     policy.moves = Undecided()  # type: ignore[assignment]
     with pytest.raises(BadAnswer, match="SystemExit"):
         ask(policy, Question(DecisionPoint.PREFILL_DONE, Model().view, REQUEST, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("action", "problem"),
+    [
+        (replace(MOVE, reason="a line\nand another"), "not printable"),
+        (replace(MOVE, reason="\x1b[31m"), "not printable"),
+        (ReturnPrompts("a", ("r",) * 10_001), "request_ids: has more than 10,000"),
+        (ReturnPrompts("a", ("r" * 1_001,)), "request_ids: one has more than 1,000 characters"),
+    ],
+)
+def test_texts_of_actions_are_bounded_and_printable(action: Action, problem: str) -> None:
+    class Telling(Placing):
+        def on_tick(self, view: ClusterView, now: float) -> Sequence[Action]:
+            return (action,)
+
+    with pytest.raises(BadAnswer, match=problem):
+        ask(Telling(), Question(DecisionPoint.TICK, Model().view, None, 0.0))

@@ -67,6 +67,27 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plugins.plugins.cache_clear()
 
 
+def test_a_taken_name_is_tailraces_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = plugins.plugins(registry.GROUP)["pascal"]
+    others = [
+        EntryPoint(name, f"{__name__}:{kind}", registry.GROUP)
+        for name, kind in (
+            ("pascal", "Broken"),
+            ("mine", "Timed"),
+            ("mine", "Exiting"),
+        )
+    ]
+    for points in ([own, *others], [*reversed(others), own]):
+        monkeypatch.setattr(plugins, "entry_points", lambda group, points=points: points)
+        plugins.plugins.cache_clear()
+        found = plugins.plugins(registry.GROUP)
+        assert found["pascal"] is own and found["mine"].value == f"{__name__}:Exiting"
+    plugins.plugins.cache_clear()
+    assert f"'pascal': {own.value} is used, not {__name__}:Broken" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

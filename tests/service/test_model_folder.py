@@ -39,3 +39,6 @@ def test_a_single_file_can_be_a_model(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").touch()
     require_model(str(tmp_path / "tiny.gguf"))
     require_tokenizer(str(tmp_path / "tiny.gguf"))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelFolderError, match="is a file; name the folder"):
+        require_model(str(tmp_path / "config.json"))
