@@ -52,8 +52,6 @@ _NO_TOOLS: Final = _UNSET | {b"[]"}
 _FREE_CHOICE: Final = _UNSET | {b'"auto"'}
 # A list of prompts in place of one, or of its tokens.
 _SEVERAL: Final = re.compile(rb'\s*\[\s*["\[]')
-# A message may be without one that is neither an answer nor a tool call; vllm-rs refuses it.
-_NO_CONTENT: Final = _UNSET | {b"[]"}
 # Of a content part with an image, audio or video: which of them vllm-rs can prepare depends on the model.
 _MEDIA: Final = (b'"image_', b'"audio_', b'"video_', b'"input_audio"')
 _NOTHING: Final = msgspec.Raw(b"")
@@ -276,7 +274,8 @@ def _rust_takes(messages: bytes) -> bool:
         content = bytes(message.content)
         if message.role == "function" or (content[:1] == b"[" and b'"refusal"' in content):
             return False
-        if content in _NO_CONTENT and not message.tool_calls:
+        is_empty = content in _UNSET or (content[:1] == b"[" and not content[1:-1].strip())
+        if is_empty and not message.tool_calls:
             return False
         if not all(_is_json(call.function.arguments) for call in message.tool_calls or () if call.function):
             return False

@@ -259,7 +259,8 @@ class AnswerCoordinator:
         await future
 
     async def close_run(self, call: CloseCall) -> None:
-        """End a run whose HTTP response has ended, or is an error: its key is free when this returns."""
+        """End a run whose HTTP response has ended, or is an error: its key is free when this returns,
+        unless the second front end failed to remove it."""
         delivery = self._deliveries.get(call.answer_id)
         if delivery is None or delivery.run != call.run:
             return
@@ -420,7 +421,7 @@ class AnswerCoordinator:
                 future.set_result(None)
 
     def _remove(self, answer: KeptAnswer, reason: RemovalReason | None) -> asyncio.Event:
-        """Remove an answer; return an event that is set once its copy is gone too."""
+        """Remove an answer; return the event of `Replication.discard`."""
         gone = self._replication.discard(answer)
         self.store.remove(answer, reason)
         return gone

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -65,7 +65,7 @@ class _PeerQueue:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     # Answers of which it lacks entries, oldest first.
     pending: dict[str, _Copy] = field(default_factory=dict)
-    # Ids of answers whose copies it has to remove; each event is set once it has, or is lost.
+    # Ids of answers whose copies it has to remove; see `discard`.
     forgotten: dict[str, asyncio.Event] = field(default_factory=dict)
 
 
@@ -170,7 +170,7 @@ class Replication:
     def discard(self, answer: KeptAnswer) -> asyncio.Event:
         """Stop copying an answer that was removed, and remove its copy.
 
-        Return an event that is set once there is no copy, or its front end is lost.
+        Return an event that is set once there is no copy, its front end is lost, or the call has failed.
         """
         copy = self._copies.get(answer.head.answer_id)
         self.stop(answer)
@@ -247,6 +247,12 @@ class Replication:
     async def _send(self, queue: _PeerQueue) -> bool:
         """Send one batch; return False if the front end cannot be reached."""
         forgotten, queue.forgotten = queue.forgotten, {}
+        try:
+            return await self._send_batch(queue, forgotten)
+        finally:
+            _set_all(forgotten)
+
+    async def _send_batch(self, queue: _PeerQueue, forgotten: Iterable[str]) -> bool:
         request = answers_pb2.KeepRequest(frontend_id=self._frontend_id, forgotten=forgotten)
         sent: list[tuple[_Copy, int]] = []
         size = 0
@@ -275,8 +281,6 @@ class Replication:
             for copy, _ in sent:
                 self._continue_without_copy(copy)
             return True
-        finally:
-            _set_all(forgotten)
         self._on_called(self._clock() - began_s)
         refused = {refusal.answer_id: decode_refusal(refusal.reason) for refusal in reply.refused}
         for copy, entries in sent:

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _BACKENDS: Final = ("auto", "xgrammar")
 MAX_WAITING: Final = 1_024
 """New grammars of one tenant that may wait. Its turn comes after one of each other tenant."""
-# Longest wait for a turn, and for a process to import vLLM.
+# Longest wait for a turn.
 _WAIT_S: Final = 60.0
 # It imports vLLM: 5 s, or minutes on a machine that is busy, where one that is ended would only start again.
 _START_S: Final = 600.0
@@ -87,6 +87,11 @@ class GrammarProcess:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
         return self._connection.recv()
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it has ended, by itself or by somebody else."""
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """End it, from any thread; whoever waits for it gets an EOFError."""
@@ -169,24 +174,24 @@ class Grammars:
             del self._tasks[digest]
 
     def _check(self, pickled: bytes) -> Verdict:
-        # One that has died since the last grammar does not cost this one its verdict.
-        for may_be_dead in (self._process is not None, False):
-            try:
-                if self._process is None:
-                    self._process = GrammarProcess()
-                    if self._closed:
-                        raise EOFError
-                    self._process.begin(self._config)
-                return self._process.check(pickled)
-            except (EOFError, OSError, TimeoutError) as error:
-                if not self._closed:
-                    _log.warning("the process that checks grammars is replaced: %r", error)
-                if self._process is not None:
-                    self._process.close()
-                    self._process = None
-                if self._closed or not may_be_dead or isinstance(error, TimeoutError):
-                    break
-        return LATE
+        if self._process is not None and self._process.has_ended:
+            # Since the last grammar: that does not cost this one its verdict.
+            self._process.close()
+            self._process = None
+        try:
+            if self._process is None:
+                self._process = GrammarProcess()
+                if self._closed:
+                    raise EOFError
+                self._process.begin(self._config)
+            return self._process.check(pickled)
+        except (EOFError, OSError, TimeoutError) as error:
+            if not self._closed:
+                _log.warning("the process that checks grammars is replaced: %r", error)
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+            return LATE
 
     def close(self) -> None:
         """End the process."""

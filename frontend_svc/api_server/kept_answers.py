@@ -216,14 +216,20 @@ class KeepAnswers(HttpMiddleware):
         elif reply.opened is None:
             await self._app(scope, replay_body(call.body, receive), send)
         else:
-            await self._run(frontend, reply.opened, scope, receive, send)
+            await self._run(frontend, reply.opened, bool(call.key), scope, receive, send)
 
     async def _run(
-        self, frontend: FrontendCalls, opened: OpenedAnswer, scope: Message, receive: Receive, send: Send
+        self,
+        frontend: FrontendCalls,
+        opened: OpenedAnswer,
+        has_key: bool,
+        scope: Message,
+        receive: Receive,
+        send: Send,
     ) -> None:
         call = Call(opened)
         connection = _ClientConnection(receive)
-        response = _KeptResponse(call, frontend, send, connection)
+        response = _KeptResponse(call, frontend, has_key, send, connection)
         client_headers = [(name, value) for name, value in scope["headers"] if name not in _OURS]
         own_headers = [
             (b"content-type", b"application/json"),
@@ -278,9 +284,12 @@ class _PastLog(Exception):
 class _KeptResponse:
     """Rewrite one response on its way to the client."""
 
-    def __init__(self, call: Call, frontend: FrontendCalls, send: Send, client: _ClientConnection) -> None:
+    def __init__(
+        self, call: Call, frontend: FrontendCalls, has_key: bool, send: Send, client: _ClientConnection
+    ) -> None:
         self._call = call
         self._frontend = frontend
+        self._has_key = has_key
         self._send = send
         self._client = client
         # The response start, held until there is a body to send.
@@ -307,7 +316,6 @@ class _KeptResponse:
         """Tell the front end, once, that the run has ended."""
         if self._closed:
             return
-        self._closed = True
         opened = self._call.opened
         closing = CloseCall(
             answer_id=opened.answer_id, run=opened.run, complete=self._complete, begun=self._begun
@@ -316,6 +324,7 @@ class _KeptResponse:
             await self._frontend.close(closing)
         except Unavailable as error:
             log.warning("an answer was not closed: %s", error)
+        self._closed = True
 
     async def send(self, message: Message) -> None:
         """Handle one ASGI message of the app."""
@@ -326,7 +335,7 @@ class _KeptResponse:
             kind = dict(message["headers"]).get(b"content-type", b"")
             self._streams = self._begun and kind.startswith(b"text/event-stream")
             self._start = message
-            if not self._begun:
+            if not self._begun and self._has_key:
                 # A client that has read a refusal may use its key again at once.
                 await self.close_run()
             if not self._begun or (self._streams and not self._call.opened.skip):

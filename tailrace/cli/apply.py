@@ -94,10 +94,15 @@ def apply(
         if state is None:
             _apply_afar(source, admin, model, dry_run, yes)
             return
-        if not state.ready:
-            raise CliError("the cluster of this folder is not complete; tailrace down stops it")
-        _apply_here(source, folder, state, host_of(source, on or state.host or None), dry_run, yes, force)
-    except (RunFolderBusy, RunFolderUnusable, PartFailed, PortUnavailable) as error:
+        # While somebody is asked, other commands work, and models at zero start.
+        with folder.locked() if yes else contextlib.nullcontext():
+            state = folder.read()
+            if state is None:
+                raise CliError("the cluster of this folder has just been stopped")
+            if not state.ready:
+                raise CliError("the cluster of this folder is not complete; tailrace down stops it")
+            _apply_here(source, folder, state, host_of(source, on or state.host or None), dry_run, yes, force)
+    except (RunFolderBusy, RunFolderUnusable, PartFailed) as error:
         raise CliError(str(error)) from error
 
 
@@ -123,7 +128,7 @@ def _as_running(options: ClusterOptions, state: RunState) -> ClusterOptions:
 def _apply_here(
     source: FleetFile, folder: RunFolder, state: RunState, host: str, dry_run: bool, yes: bool, force: bool
 ) -> None:
-    """Change policy, SLO and the processes of this folder's cluster."""
+    """Change policy, SLO and the processes of this folder's cluster. `yes`: its lock is held."""
     if host != state.host:
         raise UsageProblem(
             f"this folder's cluster runs host {state.host or '-'} of its file, not {host or '-'}"
@@ -152,10 +157,9 @@ def _apply_here(
     problems = [] if force else [*dangers(changes, state.parts)]
     if not _agreed(lines, problems, dry_run, yes):
         return
-    # From here on: while somebody thinks about it, models at zero start and other commands work.
-    with folder.locked():
+    with contextlib.nullcontext() if yes else folder.locked():
         if folder.read() != state:
-            raise CliError("another command has changed the cluster meanwhile: run this one again")
+            raise CliError("another command, or the scaler, has changed the cluster meanwhile: try again")
         # First, so that new workers are placed on by the right policy.
         for each in settings:
             each.apply()
@@ -170,21 +174,26 @@ def _apply_here(
 
 def _require_startable(changes: Changes, running: Sequence[Part], options: ClusterOptions, host: str) -> None:
     """Check what is started before anything is stopped for it. Raise UsageProblem if a worker or a front end
-    would refuse what it is given, PortUnavailable if users' address is taken."""
+    would refuse what it is given, or users' port is taken."""
     started = [spec.name for spec in (*changes.added, *changes.changed)]
-    ours = {_address(part.spec) for part in running}
+    ours = {_address(part.spec)[1] for part in running if part.spec.http and part.identity.alive()}
     for spec in (*changes.added, *changes.changed):
-        if spec.http and _address(spec) not in ours:
-            require_free(*parse_address(_address(spec)))
+        if spec.http and _address(spec)[1] not in ours:
+            try:
+                require_free(*_address(spec))
+            except PortUnavailable as error:
+                raise UsageProblem(
+                    f"http: {spec.http}: the port is in use, or cannot be listened on"
+                ) from error
     for model in options.models:
         names = f"{model.prefix}{Tier.WORKER.value}", f"{model.prefix}{Tier.FRONTEND.value}"
         if any(name.startswith(names) for name in started):
             require_startable("apply", model, host)
 
 
-def _address(spec: PartSpec) -> str:
-    """Return users' address of a part, HOST:PORT; empty if it has none."""
-    return spec.http.partition("://")[2]
+def _address(spec: PartSpec) -> tuple[str, int]:
+    """Return users' host and port of a part that has them."""
+    return parse_address(spec.http.partition("://")[2])
 
 
 def _own_clusters(

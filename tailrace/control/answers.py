@@ -34,6 +34,8 @@ ACTIONS_MAX: Final = 10_000
 
 _REASON_MAX: Final = 1_000
 _TEXT_MAX: Final = 300
+# Of one action, such as all prompts that wait on an instance.
+_IDS_MAX: Final = 100_000
 # What fits into every message.
 _INTEGER_MAX: Final = 2**63 - 1
 
@@ -187,8 +189,8 @@ def _check_instance(view: ClusterView, field: str, value: object) -> None:
 def _check_strings(field: str, values: object) -> None:
     if type(values) is not tuple:
         raise BadAnswer(f"{field}: {_kind(values)} is not a tuple of str")
-    if len(values) > ACTIONS_MAX:
-        raise BadAnswer(f"{field}: has more than {ACTIONS_MAX:,}")
+    if len(values) > _IDS_MAX:
+        raise BadAnswer(f"{field}: has more than {_IDS_MAX:,}")
     for value in values:
         if type(value) is not str:
             raise BadAnswer(f"{field}: {_kind(value)} is not a str")

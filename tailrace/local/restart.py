@@ -65,9 +65,7 @@ class Restarter:
             return await asyncio.shield(restarting)
         except asyncio.CancelledError:
             if not restarting.done():
-                self._progress.say(
-                    f"interrupted: {name} is still restarted; once more leaves it as it is then"
-                )
+                self._progress.say(f"interrupted: {name} is still restarted; once more leaves it down")
                 await restarting
             raise
 

@@ -173,7 +173,7 @@ class RunState(msgspec.Struct, kw_only=True):
 
 
 class RunFolderBusy(RuntimeError):
-    """Another `tailrace up` or `tailrace down` is using the run folder."""
+    """Another command is using the run folder."""
 
 
 class RunFolderUnusable(RuntimeError):

@@ -110,7 +110,7 @@ def test_a_cluster_follows_its_file_under_load(here: FleetFolder) -> None:
         here.port = taken.getsockname()[1]
         here.write(policy={"name": "tailrace"}, flags={"sim": ["speed=1"]})
         refused = here.tailrace("apply", "-f", "fleet.yaml", "--yes")
-        assert refused.returncode == 1 and "is in use" in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and "the port is in use" in refused.stderr, refused.stderr
     here.port = port
     assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
 

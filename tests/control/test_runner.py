@@ -325,7 +325,7 @@ def test_what_a_policy_says_about_its_moves_cannot_hurt() -> None:
     [
         (replace(MOVE, reason="a line\nand another"), "not printable"),
         (replace(MOVE, reason="\x1b[31m"), "not printable"),
-        (ReturnPrompts("a", ("r",) * 10_001), "request_ids: has more than 10,000"),
+        (ReturnPrompts("a", ("r",) * 100_001), "request_ids: has more than 100,000"),
         (ReturnPrompts("a", ("r" * 1_001,)), "request_ids: one has more than 1,000 characters"),
     ],
 )

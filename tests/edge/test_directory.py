@@ -79,7 +79,7 @@ CHATS = (
     ('[{"role": "assistant", "content": null}]', False),
     ('[{"role": "assistant", "content": null, "tool_calls": [{"function": {"arguments": "1"}}]}]', True),
     ('[{"role": "user"}]', False),
-    ('[{"role": "user", "content": []}]', False),
+    ('[{"role": "user", "content": [ ]}]', False),
     ('[{"role": "function", "name": "f", "content": "a"}]', False),
     ('[{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]', False),
     # What is no chat, whoever answers refuses.

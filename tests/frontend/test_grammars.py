@@ -234,6 +234,7 @@ async def test_process_that_ends_is_replaced(grammars: Grammars) -> None:
     assert grammars._process is not None
     first = grammars._process
     first.kill()
+    await asyncio.to_thread(first._process.wait, WAIT_S)
     await checked(grammars, regex="second")
     assert grammars._process is not first
 
@@ -282,6 +283,7 @@ class Checks:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.has_ended = False
         self.go_on = asyncio.Event()
         self.loop = asyncio.get_running_loop()
 

@@ -246,19 +246,25 @@ async def test_refused_request_begins_no_run(frontend: Frontend) -> None:
     assert frontend.closed == [CloseCall(answer_id="a", run=1, complete=False, begun=False)]
 
 
-async def test_run_is_closed_before_a_refusal_is_sent(frontend: Frontend) -> None:
-    closed_when_refused: list[int] = []
+async def test_run_is_closed_before_a_refusal_of_a_key_is_sent(frontend: Frontend) -> None:
+    sent: list[tuple[str, int]] = []
 
-    class App400(App):
-        async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-            async def observed(message: Message) -> None:
-                await send(message)
-                closed_when_refused.append(len(frontend.closed))
+    async def observe(scope: Message, receive: Receive, send: Send) -> None:
+        async def observed(message: Message) -> None:
+            sent.append((message["type"], len(frontend.closed)))
+            await send(message)
 
-            await super().__call__(scope, receive, observed)
+        await KeepAnswers(App(whole=b'{"error": {}}', status=400))(scope, receive, observed)
 
-    await ask(App400(whole=b'{"error": {}}', status=400), idempotency_key="k")
-    assert closed_when_refused == [1, 1]
+    keys: list[tuple[dict[str, str], int]] = [({"idempotency-key": "k"}, 1), ({}, 0)]
+    for key, closed in keys:
+        frontend.closed.clear()
+        sent.clear()
+        transport = httpx.ASGITransport(observe)
+        async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as client:
+            await client.post(CHAT, json=STREAM, headers=key)
+        assert sent == [("http.response.start", closed), ("http.response.body", closed)]
+        assert len(frontend.closed) == 1
 
 
 async def test_denied_request_is_not_run(frontend: Frontend) -> None:

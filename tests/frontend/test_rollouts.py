@@ -202,7 +202,7 @@ async def test_admission_is_closed_without_an_instance_of_the_new_model(rig: Rig
 
 
 async def test_new_requests_are_refused_while_the_rollout_is_unreadable(rig: Rig) -> None:
-    """As in a front end of an earlier version that has just started: either model may be the wrong one."""
+    """As in a front end that has just started: either model may be the wrong one."""
     a = await rig.member("a", OLD)
     await attached(rig, "a")
     await rig.front.ready()

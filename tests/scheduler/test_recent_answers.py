@@ -51,15 +51,15 @@ def test_a_faulty_worker_adds_nothing() -> None:
 def test_reports_show_answers_and_moves_once() -> None:
     state = ReportedCluster()
     set_members(state, members("a", "b"), 0.0)
-    report_to(state, steady("a", [request("r0"), request("r1"), request("old")]), 1.0)
+    report_to(state, steady("a", [request("r0"), request("r1"), request("untold")]), 1.0)
     moved = event("a", "r0", GONE)
     moved.phase_events[0].moved_to_instance_id = "b"
     ended = event("a", "r1", GONE, output_tokens=20)
     ended.phase_events[0].answered.CopyFrom(monitor_pb2.Answered(ttft_s=0.5, tpot_s=0.05, qoe=1.0))
-    # Of a worker that does not tell.
-    old = event("a", "old", GONE, output_tokens=20)
+    # Without the times of its answer.
+    untold = event("a", "untold", GONE, output_tokens=20)
     # A monitor's snapshot repeats events.
-    for report in (moved, ended, old, moved, ended):
+    for report in (moved, ended, untold, moved, ended):
         report_to(state, report, 2.0)
     a, b = state.recent.of("a", 2.0), state.recent.of("b", 2.0)
     assert (a.answers, a.moves_in, a.moves_out) == ((GOOD,), 0, 1)
