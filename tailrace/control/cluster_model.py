@@ -62,6 +62,10 @@ class ClusterModel(ABC, Generic[C]):
         """Return the instances to which a request on this instance may move."""
         return self.view_at(now_s)
 
+    def is_out_of_date(self, now_s: float) -> bool:
+        """Return whether nothing has been heard of any instance for so long that no wait can be predicted."""
+        return False
+
     def lengths(self, now_s: float) -> LengthStatistics | None:
         """Return statistics of recent request lengths, immutable; None if they are not kept."""
         return self._lengths.statistics(now_s) if self._lengths is not None else None

@@ -75,6 +75,8 @@ class ModelKnown(msgspec.Struct, frozen=True):
 
     members: KnownMembers
     silent: frozenset[str]
+    # When the last report of any instance was applied; None: never.
+    heard_s: float | None
     where: list[RecordedWhere]
     # Open migrations by request: source, and target if known.
     migrating: dict[str, tuple[str, str | None]]

@@ -100,6 +100,8 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.cache = KnownCache()
         self.hot = HotTracker(self)
         self.recent = RecentAnswers()
+        # When the last steady report of any instance was applied; None: never.
+        self._heard_s: float | None = None
         self._locations: dict[str, RequestLocation] = {}
         # Recent placements, oldest first: time, request and instance.
         self._placed: deque[tuple[float, str, str]] = deque()
@@ -251,6 +253,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.cache.apply(report)
         changes: list[PhaseChange] = []
         if report.HasField("load"):
+            self._heard_s = now_s
             gone = tracked.apply_steady(report, self._migrating.keys(), now_s)
             for request_id in gone:
                 self._request_left(request_id, report.instance_id)
@@ -349,6 +352,10 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         )
 
     # ---- queries
+
+    def is_out_of_date(self, now_s: float) -> bool:
+        """Return whether no report has come for long, as while no monitor runs."""
+        return self._heard_s is None or now_s - self._heard_s > UNREPORTED_S
 
     def view(self) -> ClusterView:
         """Return the cluster now, as an immutable view."""
@@ -502,6 +509,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         model = ModelKnown(
             members,
             self._silent,
+            self._heard_s,
             [RecordedWhere(name, w.instance_id, w.epoch, w.phase) for name, w in self._locations.items()],
             dict(self._migrating),
             [(order.instance_id, order.before, order.pool) for order in self._pool_orders.values()],
@@ -528,7 +536,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         self.hot.restore(
             None if recent is None else RecentPrefixes(recent.period_s, recent.arrivals), model.copies
         )
-        self._silent = model.silent
+        self._silent, self._heard_s = model.silent, model.heard_s
         self._locations = {
             w.request_id: RequestLocation(w.instance_id, w.epoch, w.phase) for w in model.where
         }

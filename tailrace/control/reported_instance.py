@@ -21,8 +21,8 @@ from tailrace.v1 import monitor_pb2
 # Seconds after which a placed request that no report shows has never arrived, or has already gone.
 _PENDING_S: Final = 2.0
 UNREPORTED_S: Final = 2 * _PENDING_S
-"""Seconds after which a placed request is forgotten although no report has come since: it would count forever
-on an instance of which nothing is heard."""
+"""Seconds without a report after which what is known is out of date: a placed request is forgotten, which
+would count forever on an instance of which nothing is heard."""
 # Pending placements that are kept while no report arrives.
 _PENDING_MAX: Final = 1_024
 # Seconds after which a request placed here, by any scheduler, appears in a report.

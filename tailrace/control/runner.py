@@ -79,7 +79,7 @@ class PolicyRunner:
         for watcher in self.watchers:
             watcher.answered(name, question, placement)
         admission = self._policy_in_force.admission
-        if admission is None or isinstance(placement, Refuse):
+        if admission is None or isinstance(placement, Refuse) or self._model.is_out_of_date(at.model_s):
             return placement
         evaluated = admission.evaluate(view, arrival, placement)
         if isinstance(evaluated, Refuse) and placement.also:

@@ -207,6 +207,18 @@ def test_actions_of_a_late_placement_are_submitted() -> None:
     assert runner.place(admitted, Moment(1.0, 2.0)) == Place("a", (MOVE,))
 
 
+def test_nothing_is_refused_by_reports_that_are_out_of_date() -> None:
+    class OutOfDate(Model):
+        def is_out_of_date(self, now_s: float) -> bool:
+            return now_s > 5.0
+
+    model = OutOfDate()
+    model.view = cluster(replace(instance("a"), ttft=TtftPredictor(1.0, 0.0, 0.0)))
+    runner = PolicyRunner(model, Active(Placing(), TtftAdmission(0.5)), Log(), PlainCalls())
+    assert isinstance(runner.place(ARRIVAL, Moment(5.0, 2.0)), Refuse)
+    assert runner.place(ARRIVAL, Moment(5.5, 2.5)) == Place("a")
+
+
 def test_a_tick_sees_the_time_of_the_last_one_of_the_same_policy() -> None:
     runner, model, deciding, log = runner_of(Everywhere())
 

@@ -166,6 +166,21 @@ def test_placements_are_forgotten_while_no_report_comes(events: type[Arrived | T
     assert state.view().instances["a"].running == 1
 
 
+def test_a_cluster_of_which_no_report_comes_is_out_of_date() -> None:
+    assert ReportedCluster().is_out_of_date(0.0)
+    state = cluster("a", "b")
+    assert not state.is_out_of_date(4.0) and state.is_out_of_date(4.5)
+    # Placements and membership are no reports.
+    state.place(arrival("r"), "a", 4.2)
+    set_members(state, members("a"), 4.3)
+    assert state.is_out_of_date(4.5)
+    report_to(state, steady("a"), 5.0)
+    assert not state.is_out_of_date(8.5)
+    restored = ReportedCluster()
+    restored.restore(*state.state(), now_s=8.0)
+    assert not restored.is_out_of_date(8.5) and restored.is_out_of_date(9.5)
+
+
 def test_a_request_placed_again_moves() -> None:
     state = cluster("a", "b")
     state.place(arrival("r"), "a", 1.0)
