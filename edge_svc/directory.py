@@ -246,17 +246,17 @@ def _endpoints(cluster: str, front_ends: Sequence[ServiceRecord]) -> Endpoints:
 
 
 def _rust_can(path: str, asked: Asked, parses_tools: bool) -> bool:
-    messages = bytes(asked.messages)
-    if path not in RUST_PATHS or _SEVERAL.match(asked.prompt) or any(word in messages for word in _MEDIA):
+    if path not in RUST_PATHS or _SEVERAL.match(asked.prompt):
+        return False
+    if any(bytes(getattr(asked, name)) not in values for name, values in _RUST_FIELDS.items()):
         return False
     if b'"messages"' in bytes(asked.chat_template_kwargs):
         # It renders them in place of the messages.
         return False
     if path in GENERATING and not _rust_can_generate(asked, parses_tools):
         return False
-    if messages and not _rust_takes(messages):
-        return False
-    return all(bytes(getattr(asked, name)) in values for name, values in _RUST_FIELDS.items())
+    messages = bytes(asked.messages)
+    return not messages or (not any(word in messages for word in _MEDIA) and _rust_takes(messages))
 
 
 def _rust_takes(messages: bytes) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
@@ -177,8 +178,7 @@ class Answers:
         if served is None:
             self._requests.labels("no model").inc()
             return self._unknown(asked.model)
-        chosen = served
-        cluster = await _apart(body, lambda: chosen.cluster(path, asked))
+        cluster = await _apart(body, partial(served.cluster, path, asked))
         headers: dict[str, str] = {}
         if request.method == "OPTIONS":
             # Any of them answers it: none is started for it.

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
+from tailrace.output_flags import OutputFlag
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES, StreamBroken
 from tailrace.v1 import worker_pb2
 from tailrace.wire.outputs import error_outputs
-from worker_agent.engine.base import OutputFlag
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ from typing import Final
 
 import msgspec
 
+from tailrace.output_flags import OutputFlag
 from tailrace.v1 import worker_pb2
 from tailrace.wire.outputs import shrink_outputs
 from tailrace.wire.requests import utility_failure
-from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns
+from worker_agent.engine.base import Frames, RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.frontends import FrontEnd, FrontEnds
 from worker_agent.metrics import WorkerMetrics

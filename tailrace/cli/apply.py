@@ -145,7 +145,7 @@ def _apply_here(
     environment = _environment(plan, state, options)
     changes = _changes(plan, state, environment)
     require_possible(changes, state.parts)
-    _require_startable(changes, state.parts, options, host)
+    _require_changes_startable(changes, state.parts, options, host)
     answering, new = _own_clusters(options, plan, state)
     settings = [_settings(source, None), *(_settings(source, None, model) for model in answering)]
     lines = [
@@ -172,7 +172,9 @@ def _apply_here(
     click.echo("applied")
 
 
-def _require_startable(changes: Changes, running: Sequence[Part], options: ClusterOptions, host: str) -> None:
+def _require_changes_startable(
+    changes: Changes, running: Sequence[Part], options: ClusterOptions, host: str
+) -> None:
     """Check what is started before anything is stopped for it. Raise UsageProblem if a worker or a front end
     would refuse what it is given, or users' port is taken."""
     started = [spec.name for spec in (*changes.added, *changes.changed)]

@@ -32,7 +32,9 @@ Answer: TypeAlias = Placement | Sequence[Action] | None
 ACTIONS_MAX: Final = 10_000
 """Most actions of one decision; the scheduler carries out far fewer at a time."""
 
-_REASON_MAX: Final = 1_000
+# Characters of an id or a reason.
+_FIELD_MAX: Final = 1_000
+# Of a text that is shown.
 _TEXT_MAX: Final = 300
 # Of one action, such as all prompts that wait on an instance.
 _IDS_MAX: Final = 100_000
@@ -194,16 +196,16 @@ def _check_strings(field: str, values: object) -> None:
     for value in values:
         if type(value) is not str:
             raise BadAnswer(f"{field}: {_kind(value)} is not a str")
-        if len(value) > _REASON_MAX:
-            raise BadAnswer(f"{field}: one has more than {_REASON_MAX:,} characters")
+        if len(value) > _FIELD_MAX:
+            raise BadAnswer(f"{field}: one has more than {_FIELD_MAX:,} characters")
         _check_text(field, value)
 
 
 def _check_reason(value: object) -> None:
     if type(value) is not str:
         raise BadAnswer(f"reason: {_kind(value)} is not a str")
-    if len(value) > _REASON_MAX:
-        raise BadAnswer(f"reason: has more than {_REASON_MAX:,} characters")
+    if len(value) > _FIELD_MAX:
+        raise BadAnswer(f"reason: has more than {_FIELD_MAX:,} characters")
     _check_text("reason", value)
     if not value.isprintable():
         # It goes to logs and terminals.

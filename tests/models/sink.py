@@ -12,7 +12,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
+from tailrace.output_flags import OutputFlag
+from worker_agent.engine.base import Frames, RequestKey, StepColumns, Submission
 from worker_agent.engine.vllm.engine import VllmEngine
 
 _DEADLINE_S = 300.0

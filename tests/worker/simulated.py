@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tailrace.output_flags import OutputFlag
 from tailrace.wire.outputs import read_outputs
-from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.base import Frames, RequestKey, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated import SimulatedEngine, SimulatedFaults, SimulatedSettings
 

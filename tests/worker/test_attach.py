@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tailrace.output_flags import OutputFlag
 from tailrace.service.message_stream import DEFAULT_MAX_MESSAGE_BYTES
 from tailrace.v1 import worker_pb2
 from tailrace.wire.outputs import EngineCoreOutput, encode_outputs, read_outputs
@@ -19,7 +20,7 @@ from tests.counting import skipped
 from tests.waiting import WAIT_S
 from tests.worker.simulated import SMALL, request_frames
 from worker_agent.dispatch import AdmissionControl, AttachStreams, Dispatcher
-from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.base import RequestKey, StepColumns, Submission
 from worker_agent.engine.simulated import SimulatedEngine
 from worker_agent.frontends import HEARTBEAT_S, STALL_S, AttachRefused, FrontEnd, FrontEnds, send_heartbeats
 from worker_agent.metrics import WorkerHistograms, WorkerMetrics

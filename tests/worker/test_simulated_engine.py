@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tailrace.cluster import Phase
+from tailrace.output_flags import OutputFlag
 from tailrace.wire.outputs import EngineCoreOutputs, FinishReason, read_outputs
 from tailrace.wire.ready import read_ready
 from tests.waiting import WAIT_S
@@ -28,7 +29,6 @@ from tests.worker.simulated import (
 )
 from worker_agent.engine.base import (
     ExportedPause,
-    OutputFlag,
     RequestKey,
     StepColumns,
     Submission,

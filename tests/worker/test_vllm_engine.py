@@ -35,13 +35,13 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tailrace.output_flags import OutputFlag
 from tests.worker.vllm_bundle import Bundle, forget_prefixes, take_out
 from tests.worker.vllm_front import Front, Stream
 from worker_agent.engine.base import (
     EngineInfo,
     ExportedPause,
     Held,
-    OutputFlag,
     RequestKey,
     Submission,
 )

@@ -20,10 +20,10 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
+from tailrace.output_flags import OutputFlag
 from tests.features.models import make_adapter
 from tests.worker.vllm_bundle import take_out
 from tests.worker.vllm_front import Front, Stream
-from worker_agent.engine.base import OutputFlag
 from worker_agent.engine.errors import EngineRefusal, Unrunnable
 from worker_agent.engine.vllm.engine import VllmEngine
 from worker_agent.engine.vllm.internals import installed_version

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from worker_agent.engine.base import OutputFlag, RequestKey
+from tailrace.output_flags import OutputFlag
+from worker_agent.engine.base import RequestKey
 
 if TYPE_CHECKING:
     from worker_agent.engine.vllm.outputs import OutputWriter

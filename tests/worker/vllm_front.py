@@ -14,8 +14,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tailrace.output_flags import OutputFlag
 from tests.waiting import WAIT_S
-from worker_agent.engine.base import Frames, OutputFlag, RequestKey, StepColumns, Submission
+from worker_agent.engine.base import Frames, RequestKey, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.vllm.engine import VllmEngine
 

@@ -21,7 +21,6 @@ from tailrace.cache.names import Naming
 from tailrace.cluster import Phase
 from tailrace.handover import LIVE, Handover
 from tailrace.model_identity import ModelIdentity
-from tailrace.output_flags import OutputFlag as OutputFlag
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile
 from tailrace.records import RankRecord

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.cluster import Phase
+from tailrace.output_flags import OutputFlag
 from worker_agent.engine.base import (
     Engine,
     EngineSink,
     EngineStats,
     Frames,
-    OutputFlag,
     RequestKey,
     RequestStats,
     StepColumns,

@@ -8,8 +8,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from tailrace.output_flags import OutputFlag
 from tailrace.wire.outputs import EngineCoreOutput, FinishReason, encode_outputs, error_outputs
-from worker_agent.engine.base import EngineSink, OutputFlag, StepColumns, Submission
+from worker_agent.engine.base import EngineSink, StepColumns, Submission
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.simulated.request import Request
 

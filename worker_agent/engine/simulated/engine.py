@@ -19,6 +19,7 @@ from tailrace.handover import LIVE, by_replay
 from tailrace.intra.guarded import guarded, log_mistake
 from tailrace.intra.registry import make_intra
 from tailrace.model_identity import ModelIdentity, identify_model
+from tailrace.output_flags import OutputFlag
 from tailrace.policy.parameters import NO_PARAMETERS, Value
 from tailrace.profiles import Profile, ProfileError, load_profile
 from tailrace.slo import Slo
@@ -33,7 +34,6 @@ from worker_agent.engine.base import (
     Frames,
     Held,
     KvShape,
-    OutputFlag,
     RequestKey,
     RequestStats,
     Staging,

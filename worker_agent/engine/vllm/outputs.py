@@ -10,7 +10,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from worker_agent.engine.base import OutputFlag, RequestKey, StepColumns
+from tailrace.output_flags import OutputFlag
+from worker_agent.engine.base import RequestKey, StepColumns
 from worker_agent.engine.errors import EngineRefusal
 from worker_agent.engine.step_times import RecentIntervals, RecentStepTimes
 from worker_agent.engine.vllm.requests import VllmRequests

@@ -11,7 +11,7 @@ from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from tailrace.cluster import Phase
-from worker_agent.engine.base import OutputFlag
+from tailrace.output_flags import OutputFlag
 
 # Used for every token: module globals are cheaper than enum members, and plain ints than flags.
 _REASONING: Final = Phase.REASONING
