@@ -95,6 +95,9 @@ def python_launch(
 _LISTS: Final = frozenset({"served_model_name", "api_key", "lora_modules"})
 
 
+_THREADS: Final = "TOKIO_WORKER_THREADS"
+
+
 def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets, executable: Path) -> Launch:
     """Return the launch of the executable with inherited listeners. Raise KeyFileUnusable."""
     fds = (http.fileno(), sockets.input.fileno(), sockets.output.fileno())
@@ -111,6 +114,9 @@ def rust_launch(spec: ApiServerSpec, http: socket.socket, sockets: EngineSockets
     if spec.api_keys is not None:
         # Whoever has it says whose requests these are (tailrace/tenancy/keys.py); `ps` does not show it.
         env["VLLM_API_KEY"] = read_keys(spec.api_keys).edge_key
+    # It takes as many threads as cores by default. One core is the front end's: with two of two, both spend
+    # time on each other.
+    env[_THREADS] = os.environ.get(_THREADS, str(max(1, len(os.sched_getaffinity(0)) - 1)))
     return Launch(command, env, fds)
 
 
