@@ -18,7 +18,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from scheduler_svc.admin.validation import policy_record
+from scheduler_svc.admin.validation import check_slo, policy_record
 from scheduler_svc.settings import ETCD_LAG_S, Conflict, Settings
 from tailrace.control.events import PolicyFollowed
 from tailrace.control.guard import PolicyCall, PolicyGuard
@@ -101,11 +101,18 @@ class Following:
 
     async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo, int]:
         """Change objectives by name; return the SLOs before and after, and the revision of the write. Raise
-        Conflict, ParameterError or StoreUnavailable."""
-        before, slo, revision = await self._settings.change_slo(changes)
+        Conflict, ParameterError or StoreUnavailable, or AdminError if the policy in force refuses them."""
+        before, slo, revision = await self._settings.change_slo(changes, self._check_slo)
         self._slo = _written(slo, revision)
         self.follow()
         return before, slo, revision
+
+    def _check_slo(self, slo: Slo) -> None:
+        record = self._control.active.record
+        # `least_loaded` decides for a suspended one.
+        if not record.suspended:
+            with self._guard.loading(record):
+                check_slo(record, slo)
 
     def suspend(self, why: str) -> None:
         """Suspend the policy in force: here at once, everywhere once `run` has written it."""

@@ -104,16 +104,19 @@ class Settings:
                 return revision
         raise Conflict("policy")
 
-    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo, int]:
-        """Change objectives by name (`tailrace.slo.OBJECTIVES`); return the SLOs before and after, and the
-        revision of the write.
+    async def change_slo(
+        self, changes: Mapping[str, float], check: Callable[[Slo], None]
+    ) -> tuple[Slo, Slo, int]:
+        """Change objectives by name (`tailrace.slo.OBJECTIVES`) if `check` raises nothing of the SLOs after;
+        return those before and after, and the revision of the write.
 
-        Raise Conflict or ParameterError.
+        Raise Conflict, ParameterError, or what `check` raises.
         """
         for _ in range(_ATTEMPTS):
             present = await self._store.get("slo")
             before = _slo(present)
             slo = changed_slo(before, changes)
+            check(slo)
             if revision := await self._store.compare_and_swap("slo", present, msgspec.json.encode(slo)):
                 return before, slo, revision
         raise Conflict("slo")

@@ -85,6 +85,16 @@ def policy_record(request: admin_pb2.SetPolicyRequest, slo: Slo) -> PolicyRecord
     return PolicyRecord(name=name, parameters={parameter: values[parameter] for parameter in given})
 
 
+def check_slo(record: PolicyRecord, slo: Slo) -> None:
+    """Check that this policy plans for these SLOs. Raise AdminError."""
+    try:
+        load(record.name, parameters=record.parameters, slo=slo)
+    except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
+        raise AdminError(
+            grpc.StatusCode.FAILED_PRECONDITION, f"slo: not for the policy in force: {error}"
+        ) from error
+
+
 def format_parameters(parameters: Mapping[str, Value]) -> dict[str, str]:
     """Return the parameters as a user types them."""
     return {name: format_value(value) for name, value in parameters.items()}

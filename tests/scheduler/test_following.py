@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from typing import cast
 
 import pytest
 
+from scheduler_svc.admin.errors import AdminError
 from scheduler_svc.following import Following
 from scheduler_svc.settings import Settings
+from tailrace import plugins
 from tailrace.actions import Action, WhenFull
 from tailrace.control.active_policy import ActivePolicy
 from tailrace.control.guard import patient_guard
 from tailrace.control.live import LiveControl
 from tailrace.control.reported_cluster import ReportedCluster
+from tailrace.policy import registry
+from tailrace.policy.deployment import Fact
+from tailrace.policy.round_robin import RoundRobin
 from tailrace.records import PolicyRecord, resumed, suspended
 from tailrace.slo import Slo, changed_slo
 from tailrace.store.client import StoreUnavailable
@@ -60,7 +66,10 @@ class Etcd:
             raise StoreUnavailable("down")
         return self.write(record) if (self.written or default) == resumed(record) else 0
 
-    async def change_slo(self, changes: Mapping[str, float]) -> tuple[Slo, Slo, int]:
+    async def change_slo(
+        self, changes: Mapping[str, float], check: Callable[[Slo], None]
+    ) -> tuple[Slo, Slo, int]:
+        check(changed_slo(self.written_slo, changes))
         before, self.written_slo = self.written_slo, changed_slo(self.written_slo, changes)
         self.written_revision += 1
         after, revision = self.written_slo, self.written_revision
@@ -140,6 +149,33 @@ async def test_slos_are_followed_by_revision_too(etcd: Etcd, scheduler: Schedule
     etcd.meanwhile = another_scheduler_writes
     await scheduler.following.change_slo({"ttft": 4.0})
     assert scheduler.active.slo.ttft_s == 9.0
+
+
+class Fast(RoundRobin):
+    """A policy that plans for fast first tokens only."""
+
+    needs = (Fact.TTFT_SLO,)
+
+    def __init__(self, *, ttft_slo_s: float = 1.0) -> None:
+        super().__init__()
+        if ttft_slo_s > 2.0:
+            raise ValueError(f"ttft_slo_s: {ttft_slo_s:g} s is too slow")
+
+
+async def test_slos_that_the_policy_in_force_refuses_are_not_written(
+    etcd: Etcd, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [EntryPoint("fast", f"{__name__}:Fast", registry.GROUP)]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points)
+    plugins.plugins.cache_clear()
+    try:
+        await scheduler.set_policy(PolicyRecord(name="fast"))
+        await scheduler.following.change_slo({"ttft": 1.5})
+        with pytest.raises(AdminError, match=r"slo: not for the policy in force: .*3 s is too slow"):
+            await scheduler.following.change_slo({"ttft": 3.0})
+    finally:
+        plugins.plugins.cache_clear()
+    assert scheduler.active.slo.ttft_s == etcd.written_slo.ttft_s == 1.5
 
 
 async def test_a_suspension_holds_until_it_is_written_and_then_until_a_policy_is_set(
