@@ -185,11 +185,13 @@ class UnknownStageInstance(StagesError):
 
 
 def check_stages(stages: Sequence[Stage], instances: Container[str]) -> None:
-    """Check that ranges ascend without overlap, each with instances of these. No stages are valid stages.
+    """Check that ranges ascend without overlap, each with instances of these and none in two. No stages are
+    valid stages.
 
     Raise StagesError.
     """
     end = 0
+    placed: set[str] = set()
     for number, stage in enumerate(stages):
         field = f"stages[{number}]"
         if stage.lo >= stage.hi:
@@ -206,6 +208,9 @@ def check_stages(stages: Sequence[Stage], instances: Container[str]) -> None:
                 raise StagesError(f"{field}.instance_ids: must not be empty")
             if instance_id not in instances:
                 raise UnknownStageInstance(f"{field}.instance_ids: no instance {instance_id!r}")
+            if instance_id in placed:
+                raise StagesError(f"{field}.instance_ids: {instance_id!r} is named twice")
+            placed.add(instance_id)
 
 
 class CachedTokens(NamedTuple):

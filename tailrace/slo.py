@@ -76,7 +76,10 @@ class Slo:
             value = getattr(self, FIELDS[name])
             # NaN is within no range.
             if value is not None and not least <= value <= most:
-                raise SloError(f"{name}: {value!r} is not allowed; it is a number from {least:g} to {most:g}")
+                raise SloError(
+                    f"{name}: {value!r} is not allowed; it is a number from {least:g} to {most:g}, or 0 for "
+                    "none"
+                )
 
     @property
     def reading_s(self) -> float:
@@ -121,6 +124,7 @@ OBJECTIVES: Final = (
         unit="s",
         source="Arrow, table 1",
         minimum=0.0,
+        maximum=RANGES["ttft"][1],
         name="ttft",
     ),
     Parameter(
@@ -129,6 +133,7 @@ OBJECTIVES: Final = (
         unit="s a token",
         source="Arrow, table 1",
         minimum=0.0,
+        maximum=RANGES["tpot"][1],
         name="tpot",
     ),
     Parameter(
@@ -136,7 +141,7 @@ OBJECTIVES: Final = (
         "minimum QoE of an answer; 0: no objective",
         source="ours; PASCAL uses 0.95 (section V-A)",
         minimum=0.0,
-        maximum=1.0,
+        maximum=RANGES["qoe"][1],
         name="qoe",
     ),
     Parameter(
@@ -145,12 +150,14 @@ OBJECTIVES: Final = (
         unit="s a token",
         source="PASCAL, section V-A (0.1)",
         minimum=0.0,
+        maximum=RANGES["pace"][1],
         name="pace",
     ),
     Parameter(
         0.0,
         "refuse a request whose predicted TTFT exceeds this multiple of ttft; 0: never refuse",
         minimum=0.0,
+        maximum=RANGES["admit"][1],
         name="admit",
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from tailrace.cli.admin import Admin, admin_option, connect
-from tailrace.cli.errors import CliError
+from tailrace.cli.errors import CliError, UsageProblem
 from tailrace.cli.output import Output, output_option, print_json
 from tailrace.cli.plain import JsonValue, to_plain, to_plain_list
 from tailrace.request_ids import matching
@@ -17,6 +17,8 @@ from tailrace.v1.admin_pb2 import ListRequestsRequest
 
 _MIGRATIONS: Final = 1_000
 _KINDS: Final = {"instance": "instance_id", "request": "request_id", "migration": "migration_id"}
+# Names in an error.
+_SHOWN: Final = 5
 _INDENT: Final = "  "
 # Fields that are seconds since the Unix epoch.
 _MOMENTS: Final = ("opened_s", "closed_s")
@@ -75,7 +77,9 @@ def _one(kind: str, name: str, found: Sequence[Plain]) -> Plain:
     if len(fitting) == 1:
         return ids[fitting[0]]
     if fitting:
-        raise CliError(f"{name!r} is part of {len(fitting)} {kind}s: {', '.join(fitting[:5])} ...")
+        more = " ..." if len(fitting) > _SHOWN else ""
+        several = f"{name!r} is part of {len(fitting)} {kind}s: {', '.join(fitting[:_SHOWN])}{more}"
+        raise UsageProblem(f"{several}; give more of one")
     ended = "; of one that has ended, tailrace trace shows what it did" if kind == "request" else ""
     raise CliError(f"no {kind} {name!r}; tailrace get {kind}s lists them{ended}")
 

@@ -174,9 +174,9 @@ def _read_stages(file: Path) -> list[StageRecord]:
     except OSError as error:
         raise UsageProblem(f"{file}: {error.strerror}") from error
     try:
-        return msgspec.json.decode(text, type=list[StageRecord])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageProblem(f"{file}: {error}") from error
+        return msgspec.convert(msgspec.json.decode(text), type=list[StageRecord])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageProblem(f"{file}: {str(error).replace('$', 'stages')}") from error
 
 
 def _stage(number: int, record: StageRecord) -> Stage:

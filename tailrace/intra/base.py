@@ -42,12 +42,14 @@ WATERMARK: Final = parameter(
     minimum=0.0,
     maximum=1.0,
 )
+PASS_OVER_MAX: Final = 1e6
 PASS_OVER: Final = parameter(
     0.0,
     "KV that later requests of the same level may take past a waiting request that does not fit, before "
     "it blocks them, as a multiple of the instance's KV",
     source="vLLM: admission stops at the first request that does not fit",
     minimum=0.0,
+    maximum=PASS_OVER_MAX,
 )
 
 

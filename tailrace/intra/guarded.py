@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
-from tailrace.intra.base import IntraPolicy, JobView, Rank, TokenIntervals
+from tailrace.intra.base import PASS_OVER_MAX, IntraPolicy, JobView, Rank, TokenIntervals
 from tailrace.intra.registry import INTRA_POLICIES, UnknownIntraError
 from tailrace.plugins import describe_error
 
@@ -29,7 +29,6 @@ LATE_IN_A_ROW: Final = 5
 """So many late answers in a row are a mistake; a few can be the machine's."""
 # More than any time or arrival needs; longer numbers would make comparisons slow.
 _RANK_BITS: Final = 128
-_PASS_OVER_MAX: Final = 1e6
 # Elements of a tuple that an error shows.
 _SHOWN_MAX: Final = 8
 
@@ -76,7 +75,7 @@ class GuardedOrder(IntraPolicy):
             self.may_keep_back = _flag("may_keep_back", order.may_keep_back)
             self.receives_on_host = _flag("receives_on_host", order.receives_on_host)
             self.watermark = _share("watermark", order.watermark, 1.0)
-            self.pass_over = _share("pass_over", order.pass_over, _PASS_OVER_MAX)
+            self.pass_over = _share("pass_over", order.pass_over, PASS_OVER_MAX)
         # They can be properties, which raise anything.
         except BaseException as error:
             raise UnknownIntraError(f"order {name!r}: {describe_error(error)}") from error

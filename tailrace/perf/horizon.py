@@ -37,8 +37,10 @@ class Horizon:
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid combination."""
-        if self.points < 0 or self.length < max(1, self.points) or not 0.0 < self.end_weight <= 1.0:
+        if self.points < 0 or self.length < 1 or not 0.0 < self.end_weight <= 1.0:
             raise ValueError(f"no horizon has {self.points} points in {self.length} steps")
+        if self.points > self.length:
+            raise ValueError(f"horizon_points is {self.points}, more than horizon_tokens, {self.length}")
         steps = np.round(np.arange(self.points + 1) * (self.length / max(1, self.points)))
         betas = self.end_weight ** (steps[1:] / self.length)
         object.__setattr__(self, "steps", steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -30,8 +29,9 @@ class ParameterError(ValueError):
     the value and what is allowed."""
 
 
-# Beyond, an integer is lost in the arithmetic of floats, or is no float at all.
-_LARGEST: Final = 2**53
+# Without a `maximum`: beyond, an integer is lost in the arithmetic of floats, and what is computed from a
+# number may be infinite.
+_LARGEST: Final[Mapping[type[Value], float]] = {int: 2**53, float: 1e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,16 @@ class Parameter:
         """Describe the allowed values in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
+        return self._within(self.minimum, self.maximum)
+
+    def _within(self, minimum: float | None, maximum: float | None) -> str:
         description = _TYPE_NAMES[self.type]
-        if self.minimum is not None and self.maximum is not None:
-            return f"{description} from {self.minimum:g} to {self.maximum:g}"
-        if self.minimum is not None:
-            return f"{description} of at least {self.minimum:g}"
-        if self.maximum is not None:
-            return f"{description} of at most {self.maximum:g}"
+        if minimum is not None and maximum is not None:
+            return f"{description} from {minimum:g} to {maximum:g}"
+        if minimum is not None:
+            return f"{description} of at least {minimum:g}"
+        if maximum is not None:
+            return f"{description} of at most {maximum:g}"
         return description
 
     def parse(self, value: Value) -> Value:
@@ -98,15 +101,18 @@ class Parameter:
         Raise ValueError, whose message is `allowed`.
         """
         converted = self._convert(value)
-        in_range = True
         if isinstance(converted, str):
             in_range = not self.choices or converted in self.choices
-        elif not isinstance(converted, bool):
-            in_range = (
-                abs(converted) <= (_LARGEST if self.type is int else sys.float_info.max)
-                and (self.minimum is None or converted >= self.minimum)
-                and (self.maximum is None or converted <= self.maximum)
-            )
+        elif isinstance(converted, bool):
+            in_range = True
+        else:
+            largest = _LARGEST[self.type]
+            least = -largest if self.minimum is None else self.minimum
+            most = largest if self.maximum is None else self.maximum
+            in_range = least <= converted <= most
+            if not in_range and abs(converted) > largest:
+                # The range in words need not name the bound that it is beyond.
+                raise ValueError(self._within(least, most))
         if not in_range:
             raise ValueError(self.allowed)
         return converted
@@ -115,6 +121,9 @@ class Parameter:
         try:
             if self.type is str and isinstance(value, str):
                 return value
+            if isinstance(value, str) and ("_" in value or value != value.strip()):
+                # Python would read 1_0 as 10.
+                raise ValueError(self.allowed)
             if self.type is bool:
                 return value if isinstance(value, bool) else _BOOLEANS[str(value).lower()]
             if self.type is float and not isinstance(value, bool):

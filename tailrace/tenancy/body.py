@@ -1,12 +1,13 @@
 """Judge a request's body before anything is done with it. Pure.
 
-vLLM parses JSON of any depth, and accepts text that cannot be encoded (a lone surrogate), which fails only
-when the request is sent to the engine.
+vLLM parses JSON of any depth, and accepts what cannot be encoded (a lone surrogate, an integer of more than
+64 bits), which fails only when the request is sent to the engine.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Final
@@ -40,6 +41,9 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _QUOTE: Final = ord('"')
 _BACKSLASH: Final = ord("\\")
 _LONE_SURROGATE: Final = "has a lone surrogate (half of a UTF-16 pair), which is not valid Unicode."
+# Perhaps an integer that MessagePack has no type for, which has those of _INTEGERS.
+_MANY_DIGITS: Final = re.compile(rb"[\s:\[,]-?\d{19}")
+_INTEGERS: Final = range(-(1 << 63), 1 << 64)
 # A field's name in an error message.
 _SHOWN_MAX: Final = 60
 
@@ -122,6 +126,9 @@ def judge(
     if demand.messages > max_messages:
         message = f"A request may have at most {max_messages} messages, content parts and tools."
         raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)
+    if not demand.has_outputs_object:
+        # vLLM's validator raises something else than a refusal.
+        raise LimitRefusal(HTTPStatus.BAD_REQUEST, "structured_outputs must be an object.")
     if demand.bad_words_bytes > MAX_BAD_WORDS_BYTES:
         message = f"bad_words may have at most {MAX_BAD_WORDS_BYTES} bytes."
         raise LimitRefusal(HTTPStatus.BAD_REQUEST, message)
@@ -148,6 +155,8 @@ def problem_with_body(body: bytes) -> str:
         return "The body is not UTF-8: it has null bytes."
     if body.count(b"[") + body.count(b"{") > MAX_NESTING and _is_deep(body):
         return f"The body is nested more than {MAX_NESTING} levels deep."
+    if len(body) <= LARGE_BODY_BYTES and _MANY_DIGITS.search(body) and (where := _long_integer(body)):
+        return f"{where} is an integer of more than 64 bits."
     if b"\\u" not in body:
         return ""
     try:
@@ -182,26 +191,38 @@ def _is_deep(body: bytes) -> bool:
 
 def _lone_surrogate(body: bytes) -> str:
     """Return the first field that has one; empty if none has, or the body is not JSON."""
+    found = (path for path, value in _scalars(body) if isinstance(value, str) and not _is_encodable(value))
+    return next(found, "")
+
+
+def _long_integer(body: bytes) -> str:
+    """Return the first field that is one of more than 64 bits; empty if none is, or the body is not JSON."""
+    found = (path for path, value in _scalars(body) if isinstance(value, int) and value not in _INTEGERS)
+    return next(found, "")
+
+
+def _scalars(body: bytes) -> Iterator[tuple[str, object]]:
+    """Yield each string, number and constant with the path of its field; the names of fields, too. None if
+    the body is not JSON."""
     try:
         parsed = json.loads(body)
     except ValueError:
-        return ""
-    return next((path or "The body" for path, text in _texts(parsed, "") if not _is_encodable(text)), "")
+        return
+    yield from _inside(parsed, "")
 
 
-def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yield each string in a value with the path of its field; the names of fields, too."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, list):
+def _inside(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, list):
         for number, element in enumerate(value):
-            yield from _texts(element, f"{path}[{number}]")
+            yield from _inside(element, f"{path}[{number}]")
     elif isinstance(value, dict):
         for name, element in value.items():
             shown = ascii(name)[1:-1][:_SHOWN_MAX]
             inside = f"{path}.{shown}" if path else shown
             yield inside, name
-            yield from _texts(element, inside)
+            yield from _inside(element, inside)
+    else:
+        yield path or "The body", value
 
 
 def _is_encodable(text: str) -> bool:

@@ -76,6 +76,8 @@ class Demand:
     beams: bool = False
     # Bytes of `bad_words` as sent, which vLLM tokenizes on the event loop.
     bad_words_bytes: int = 0
+    # Whether `structured_outputs` is an object, null or absent.
+    has_outputs_object: bool = True
     # Estimated seconds for which it occupies the event loop, before anything is generated.
     loop_s: float = 0.0
 
@@ -108,6 +110,7 @@ class _Fields(msgspec.Struct):
     data_2: msgspec.Raw = _NOTHING
     text_2: msgspec.Raw = _NOTHING
     bad_words: msgspec.Raw = _NOTHING
+    structured_outputs: msgspec.Raw = _NOTHING
     n: msgspec.Raw = _NOTHING
     best_of: msgspec.Raw = _NOTHING
     use_beam_search: msgspec.Raw = _NOTHING
@@ -183,6 +186,7 @@ def demand_of(body: bytes, max_messages: int, max_sequences: int) -> Demand:
         media_bytes > 0,
         bytes(fields.use_beam_search) not in (b"", b"false", b"null"),
         len(bytes(fields.bad_words)),
+        bytes(fields.structured_outputs)[:1] in (b"", b"{", b"n"),
         loop_s,
     )
 

@@ -100,14 +100,14 @@ def test_set_stages_from_a_file_and_from_stdin(run: Run, script: Script, tmp_pat
 def test_set_stages_names_the_invalid_field(run: Run, script: Script) -> None:
     result = run("set", "stages", "-", stdin='[{"lo": "x", "hi": 1, "instance_ids": []}]')
     assert result.exit_code == 2
-    assert "$[0].lo" in result.stderr
+    assert "stages[0].lo" in result.stderr
     assert script.received == []
 
 
 def test_set_stages_refuses_values_out_of_range(run: Run, script: Script) -> None:
     result = run("set", "stages", "-", stdin='[{"lo": -1, "hi": 1, "instance_ids": []}]')
     assert result.exit_code == 2
-    assert "$[0].lo" in result.stderr
+    assert "stages[0].lo" in result.stderr
     assert script.received == []
 
 

@@ -339,8 +339,10 @@ def nested(levels: int) -> str:
         ('{"stop": "x"}'.encode("utf-16-le"), "The body is not UTF-8"),
         ('{"stop": "x"}'.encode("utf-8-sig"), "begins with a byte order mark"),
         ('{"stop": "' + r"\ud800" * 50_000 + '"}', "has a lone surrogate"),
+        (f'{{"top_k": {1 << 64}}}', "top_k is an integer of more than 64 bits"),
+        (f'{{"a": [{{"b":-{(1 << 63) + 1}}}]}}', "a[0].b is an integer of more than 64 bits"),
     ],
-    ids=["deep", "deeper", "surrogate", "key", "text", "raw", "utf-16", "mark", "large"],
+    ids=["deep", "deeper", "surrogate", "key", "text", "raw", "utf-16", "mark", "large", "65 bits", "below"],
 )
 async def test_body_that_vllm_cannot_handle_is_refused(body: bytes | str, reason: str) -> None:
     reply = await ask(body)
@@ -356,10 +358,11 @@ async def test_body_that_vllm_cannot_handle_is_refused(body: bytes | str, reason
         r'{"pad": "' + "[" * 500 + r'\"[\\", "x": ["é", "\u00e9"]}',
         # Not strict JSON, but Python's parser takes it.
         r'{"temperature": NaN, "stop": "\u00e9"}',
+        f'{{"stop": ", {1 << 70}", "logit": {1.5e30:f}, "max": {(1 << 64) - 1}}}',
         # For vLLM to refuse.
         "{",
     ],
-    ids=["deep", "pair", "emoji", "brackets in text", "nan", "no json"],
+    ids=["deep", "pair", "emoji", "brackets in text", "nan", "64 bits", "no json"],
 )
 async def test_other_bodies_are_passed_on_as_they_are(body: str) -> None:
     assert (await ask(body)).json() == {"size": len(body.encode())}

@@ -460,6 +460,19 @@ async def test_invalid_settings_are_refused(control: Control) -> None:
         ),
         (
             admin.SetStages(
+                admin_pb2.SetStagesRequest(
+                    stages=[
+                        stage(lo=0, hi=10, instance_ids=["a"]),
+                        stage(lo=10, hi=20, instance_ids=["b", "a"]),
+                    ]
+                ),
+                timeout=WAIT_S,
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "stages[1].instance_ids: 'a' is named twice",
+        ),
+        (
+            admin.SetStages(
                 admin_pb2.SetStagesRequest(stages=[stage(lo=0, hi=10, instance_ids=["x"])]), timeout=WAIT_S
             ),
             grpc.StatusCode.NOT_FOUND,

@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 
+from tailrace.tenancy.body import LimitRefusal, judge
 from tailrace.tenancy.demand import NotAnObject, _listed_objects, demand_of
 
 HELLO = {"role": "user", "content": "hello"}
@@ -107,6 +108,16 @@ def test_last_of_equal_names_counts_as_in_vllm() -> None:
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(NotAnObject):
         demand_of(body, 10, 10)
+
+
+@pytest.mark.parametrize("value", ["5", '"x"', "true", "[1]", "1e400", "{}", "null"])
+def test_structured_outputs_are_an_object(value: str) -> None:
+    body = f'{{"structured_outputs" : {value} }}'.encode()
+    if value in ("{}", "null"):
+        assert demand_of(body, 10, 10).has_outputs_object
+        return
+    with pytest.raises(LimitRefusal, match="structured_outputs must be an object"):
+        judge(body, 1_000, 10, 10)
 
 
 def test_estimate_grows_with_what_vllm_has_to_do() -> None:
