@@ -12,6 +12,7 @@ from typing import Final
 
 from tailrace.actions import Action, Place, Placement, Refuse, SetStages, WhenFull
 from tailrace.cluster import (
+    LENGTH_MAX,
     Arrival,
     ClusterView,
     InstanceState,
@@ -160,6 +161,7 @@ class Parameters(Policy):
         unit="tokens",
         source="CascadeInfer, section 6 (128K)",
         minimum=1,
+        maximum=LENGTH_MAX,
     )
     tick_interval_s: float = parameter(
         1.0, "interval between ticks, which look for outliers and run what is due", unit="s", minimum=0.01
