@@ -1,4 +1,4 @@
-"""What went wrong in a process without ending it: counted, and logged at most once a minute per kind.
+"""What went wrong in a process without ending it: counted, and logged, a few a minute of each kind.
 
 The counters belong to the process; `new_registry` exports them.
 """
@@ -22,24 +22,27 @@ _INTERVAL_S: Final = 10.0
 
 @dataclass(slots=True)
 class _Kind:
-    """When a message of this kind was logged, and how many have been left out since."""
+    """When the interval began with a message of this kind, and how many were logged and left out in it."""
 
-    logged_s: float
+    began_s: float
+    logged: int = 1
     left_out: int = 0
 
 
 class LimitedLog:
-    """Log the first message of each kind at once, and then at most one per interval, which says how many were
-    left out. Kinds must be few."""
+    """Log the first messages of each kind at once, at most `burst` per interval; the first of a later one
+    says how many were left out. Kinds must be few."""
 
     def __init__(
         self,
         log: logging.Logger,
         interval_s: float = _INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
+        burst: int = 1,
     ) -> None:
         """`clock` returns seconds."""
         self._log = log
+        self._burst = burst
         self._interval_s = interval_s
         self._clock = clock
         self._kinds: dict[str, _Kind] = {}
@@ -48,12 +51,16 @@ class LimitedLog:
         """Log a message of this kind at a level of `logging`, or count it."""
         now_s = self._clock()
         known = self._kinds.get(kind)
-        if known is not None and now_s - known.logged_s < self._interval_s:
-            known.left_out += 1
+        if known is not None and now_s - known.began_s < self._interval_s:
+            if known.logged >= self._burst:
+                known.left_out += 1
+                return
+            known.logged += 1
+            self._log.log(level, "%s", message)
             return
         self._kinds[kind] = _Kind(now_s)
         if known is not None and known.left_out:
-            seconds = now_s - known.logged_s
+            seconds = now_s - known.began_s
             message = f"{message} (and {known.left_out} more such messages in the last {seconds:.0f} s)"
         self._log.log(level, "%s", message)
 
@@ -121,6 +128,8 @@ for _kind in LASTING_KINDS:
 _SHOWN: Final = 200
 
 _limited: Final = LimitedLog(logging.getLogger(__name__), interval_s=60.0)
+# A record is there until it is deleted, so that each must be named.
+_skipped: Final = LimitedLog(logging.getLogger(__name__), interval_s=60.0, burst=20)
 
 
 def loop_named(name: str) -> str:
@@ -154,7 +163,7 @@ def unreadable(what: str, which: str, reason: object) -> None:
     """Count and log something from outside that is skipped. `what` is one of UNREADABLE_KINDS, `which` names
     it."""
     UNREADABLE.labels(what).inc()
-    _limited.write(
+    _skipped.write(
         logging.WARNING, f"unreadable {what}", f"{what} {shown(which)} is skipped: {shown(reason)}"
     )
 

@@ -89,7 +89,9 @@ def read_keys(path: Path) -> TenantKeys:
     try:
         return msgspec.json.decode(read_regular(path), type=TenantKeys)
     except FileNotFoundError as error:
-        raise KeyFileUnusable(f"{path}: {error.strerror}; {makes} makes one") from error
+        raise KeyFileUnusable(
+            f"{path}: {error.strerror}; restore a copy, or {makes} makes one with new keys"
+        ) from error
     except OSError as error:
         raise KeyFileUnusable(f"{path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -47,3 +47,16 @@ def test_each_kind_is_logged_at_its_level(caplog: pytest.LogCaptureFixture) -> N
         ("INFO", "100% full"),
         ("WARNING", "unreachable"),
     ]
+
+
+def test_a_burst_is_logged_whole(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    limited = LimitedLog(log, 10.0, clock, burst=3)
+    for number in range(5):
+        limited.write(logging.WARNING, "records", f"record {number}")
+    clock.now_s += 10.0
+    limited.write(logging.WARNING, "records", "record 9")
+    assert caplog.messages == [
+        *(f"record {number}" for number in range(3)),
+        "record 9 (and 2 more such messages in the last 10 s)",
+    ]

@@ -171,7 +171,10 @@ def test_damaged_key_file_is_named(file: Path, content: bytes) -> None:
 def test_a_key_file_that_is_not_there(file: Path) -> None:
     result = run(file, "list")
     assert result.exit_code == 1
-    assert f"No such file or directory; tailrace keys make TENANT --file {file} makes one" in result.stderr
+    assert (
+        f"No such file or directory; restore a copy, or tailrace keys make TENANT --file {file} makes one"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
