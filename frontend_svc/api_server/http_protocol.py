@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from http import HTTPStatus
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from frontend_svc.api_server.middleware import SINGLE_HEADERS
+from frontend_svc.api_server.middleware import SINGLE_HEADERS, Message, Receive, Send
 from frontend_svc.api_server.request_limits import account_of_task
 from frontend_svc.api_server.spec import DEFAULT_CONNECTION_LIMITS, DEFAULT_MAX_HEADER_BYTES, ConnectionLimits
 from tailrace.service.openai_error import NO_WEB_SOCKETS, error_body
+from tailrace.telemetry.incidents import LimitedLog
 
 # A refused client may go on sending for so long, and so much, while it is to read the answer.
 _LINGER_S: Final = 1.0
 _DISCARD_BYTES: Final = 64 << 20
+
+_limited: Final = LimitedLog(logging.getLogger(__name__))
 
 
 class _OverBound(Exception):
@@ -55,6 +59,11 @@ class BoundedProtocol(HttpToolsProtocol):
     _problem = ""
     _refused = False
     _discarded_bytes = 0
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """See uvicorn's."""
+        super().__init__(*arguments, **named)
+        self.app = _outlasting(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a header."""
@@ -194,6 +203,32 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.loop.call_later(_LINGER_S, self.transport.abort)
                 return
         self.transport.close()
+
+
+def _outlasting(app: Any) -> Any:
+    """Return an app whose exceptions after a whole response are logged only.
+
+    uvicorn would close the connection, on which a proxy may have sent another client's request already.
+    vLLM's app raises what it has answered with 500.
+    """
+
+    async def call(scope: Message, receive: Receive, send: Send) -> None:
+        is_whole = False
+
+        async def watched(message: Message) -> None:
+            nonlocal is_whole
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await app(scope, receive, watched)
+        except Exception as error:
+            if not is_whole:
+                raise
+            text = "".join(traceback.format_exception(error)).rstrip()
+            _limited.write(logging.ERROR, type(error).__name__, f"a request failed: {text}")
+
+    return call
 
 
 class RequestIds(logging.Filter):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ import uvicorn
 
 from frontend_svc.api_server.edge import CheckRequest
 from frontend_svc.api_server.http_protocol import BoundedProtocol
-from frontend_svc.api_server.middleware import Message, Receive, Send
+from frontend_svc.api_server.middleware import Message, Receive, Send, send_error
 from frontend_svc.api_server.spec import ConnectionLimits
 from frontend_svc.api_server.tenants import read_body
 from tailrace.request_ids import MAX_BYTES
@@ -25,6 +26,9 @@ from tests.waiting import WAIT_S
 async def echo(scope: Message, receive: Receive, send: Send) -> None:
     """Answer with the body's size; a GET at once, without reading."""
     assert scope["type"] == "http"
+    if scope["path"] == "/fails":
+        await send_error(send, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError", "no reason")
+        raise ZeroDivisionError
     size = 0 if scope["method"] == "GET" else len(await read_body(receive, 1 << 20) or b"")
     body = json.dumps({"size": size}).encode()
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -107,6 +111,19 @@ async def serving(
         for connection in running.connections:
             connection.writer.close()
         await server.shutdown()
+
+
+async def test_a_failed_request_leaves_its_connection_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(monkeypatch) as server, asyncio.timeout(WAIT_S):
+        connection = await server.connect()
+        # As a proxy may, the second one before the first one's failure is over.
+        connection.send(GET.replace(b"/ ", b"/fails ") + b"\r\n")
+        assert (await connection.response())[0] == 500
+        connection.send(GET + b"\r\n")
+        assert await connection.response() == (200, {"size": 0})
+    assert "a request failed: " in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
