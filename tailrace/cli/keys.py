@@ -11,6 +11,7 @@ import click
 import msgspec
 from rich.table import Table
 
+from tailrace.bounded import shown
 from tailrace.brief_help import WholeGroup
 from tailrace.cli.errors import UsageProblem, file_errors
 from tailrace.cli.output import Output, note, output_option, print_figures, print_json
@@ -85,7 +86,7 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
     """
     changes: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     if models is not None:
-        changes["models"] = tuple(part.strip() for part in models.split(",") if part.strip())
+        changes["models"] = _names(models)
     if not tenant or len(tenant) > 100:
         raise UsageProblem("a tenant's name must have 1 to 100 characters")
     with file_errors(KeyFileUnusable), locked_key_file(file) as replace:
@@ -105,6 +106,15 @@ def make(tenant: str, models: str | None, no_key: bool, file: Path, **limits: fl
     if key:
         note(f"{tenant}: new key, shown only once")
         click.echo(key)
+
+
+def _names(models: str) -> tuple[str, ...]:
+    """Return the names in a list with commas; none if the text is empty. Raise UsageProblem."""
+    names = tuple(part.strip() for part in models.split(",")) if models else ()
+    # A slip of the pen must not mean all models.
+    if not all(names):
+        raise UsageProblem(f"--models: {shown(models)} has an empty name; for all models give '' alone")
+    return names
 
 
 @keys.command("list")

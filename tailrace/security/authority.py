@@ -5,6 +5,8 @@
     DIR/issued/ROLE/NAME/               ca.crt, tls.crt and tls.key: the credentials of one process
     DIR/issued/ROLE/NAME/etcd/          the same, with which a member connects to etcd
 
+The keys may be kept elsewhere: only what signs needs them. A key is called .key.new until its authority is
+complete.
 etcd checks no user on some methods (alarms, leases, compaction): its authority must sign for members alone.
 New keys are readable by their owner only. A file that is replaced keeps its owner and mode.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -30,9 +33,12 @@ from tailrace.security.roles import MEMBERS, Identity, Role, etcd_user, identity
 AUTHORITY_DAYS: Final = 3650.0
 CERTIFICATE_DAYS: Final = 90.0
 
-# Names of the authorities' files, without .key and .crt.
+# Names of the authorities' files, without these endings.
 _CLUSTER: Final = "ca"
 _ETCD: Final = "etcd-ca"
+_KEY: Final = ".key"
+_NEW_KEY: Final = ".key.new"
+_TRUSTED: Final = ".crt"
 # Roles that deal with etcd alone.
 _ETCDS_OWN: Final = frozenset({Role.ETCD, Role.ETCD_ROOT})
 _ISSUED: Final = "issued"
@@ -68,19 +74,30 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, days: float = AUTHORITY_DAYS) -> Authority:
-        """Create an authority in `folder`. Raise AuthorityProblem when it already holds one, OSError."""
-        if (folder / f"{_CLUSTER}.key").exists():
-            raise AuthorityProblem(f"{folder} already has an authority (new-authority replaces it)")
+        """Create an authority in `folder`. Raise AuthorityProblem when it already holds one, OSError.
+
+        If it was interrupted, another call starts over.
+        """
+        cluster, etcd = folder / _CLUSTER, folder / _ETCD
+        files = [path.with_suffix(ending) for path in (cluster, etcd) for ending in (_KEY, _TRUSTED)]
+        if not _is_unfinished(cluster) and (found := next(filter(Path.exists, files), None)) is not None:
+            raise AuthorityProblem(
+                f"{found} exists: {folder} already has an authority; put its keys back if they are elsewhere "
+                "(with them, tailrace certs new-authority replaces it), or name another folder"
+            )
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        authority = cls(folder, _Signer.create(days), _Signer.create(days))
+        authority = cls(folder, _Signer.create(cluster, days), _Signer.create(etcd, days))
         authority._save()
         return authority
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """Load the authority from `folder`. Raise AuthorityProblem when it is missing or damaged."""
-        has_etcd = (folder / f"{_ETCD}.key").exists()
-        return cls(folder, _Signer.load(folder, _CLUSTER), _Signer.load(folder, _ETCD) if has_etcd else None)
+        """Load the authority from `folder`, with the keys that are there. Raise AuthorityProblem when it is
+        missing or damaged."""
+        cluster, etcd = folder / _CLUSTER, folder / _ETCD
+        if not _exists(cluster):
+            raise AuthorityProblem(f"no authority in {folder} (tailrace certs init creates one)")
+        return cls(folder, _Signer.load(cluster), _Signer.load(etcd) if _exists(etcd) else None)
 
     @property
     def not_after(self) -> datetime.datetime:
@@ -113,6 +130,7 @@ class Authority:
         purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if identity.role in _SERVERS:
             purposes.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
+        self._require_keys([identity.role])
         certificate = self._signer_of(identity.role).issue(folder, identity, end, names, purposes)
         if self._etcd is not None and identity.role in MEMBERS:
             uri = x509.UniformResourceIdentifier(identity.uri)
@@ -128,7 +146,9 @@ class Authority:
 
         Raise AuthorityProblem, OSError.
         """
-        return [self.issue(issued.identity, days, issued.hosts) for issued in self.issued()]
+        before = self.issued()
+        self._require_keys(issued.identity.role for issued in before)
+        return [self.issue(issued.identity, days, issued.hosts) for issued in before]
 
     def supersede(self, days: float = AUTHORITY_DAYS) -> None:
         """Sign with new keys from now on, and trust the old authorities until `retire`.
@@ -137,12 +157,15 @@ class Authority:
         replaces the trust bundles only; `rotate` replaces the certificates. If it was interrupted, another
         call finishes it. Raise AuthorityProblem, OSError.
         """
+        # Without its key nothing tells which of several authorities has signed.
+        for signer in self._signers():
+            signer.require_key()
         # The cluster's key is saved last.
         if len(self._cluster.trusted) > 1:
             raise AuthorityProblem("an older authority is still trusted (tailrace certs retire-authority)")
         if self._etcd is None:
             # Until now the cluster's has signed for etcd.
-            self._etcd = _Signer(self._cluster.key, self._cluster.trusted)
+            self._etcd = _Signer(self.folder / _ETCD, self._cluster.key, self._cluster.trusted)
             for issued in self.issued():
                 if issued.identity.role in MEMBERS:
                     (issued.folder / FOR_ETCD).mkdir(exist_ok=True, mode=0o700)
@@ -160,6 +183,8 @@ class Authority:
 
         Raise AuthorityProblem while the folder holds a certificate that another authority signed; OSError.
         """
+        for signer in self._signers():
+            signer.require_key()
         for issued in self.issued():
             for folder, signer in self._credentials_of(issued):
                 if not signer.has_signed(folder / CERTIFICATE):
@@ -176,6 +201,13 @@ class Authority:
     def _signer_of(self, role: Role) -> _Signer:
         return self._etcd if self._etcd is not None and role in _ETCDS_OWN else self._cluster
 
+    def _require_keys(self, roles: Iterable[Role]) -> None:
+        """Raise AuthorityProblem unless the keys that sign for holders of these roles are there."""
+        for role in roles:
+            self._signer_of(role).require_key()
+            if self._etcd is not None and role in MEMBERS:
+                self._etcd.require_key()
+
     def _credentials_of(self, issued: Issued) -> Iterable[tuple[Path, _Signer]]:
         """Yield the folders of the identity's credentials, and who signs each."""
         yield issued.folder, self._signer_of(issued.identity.role)
@@ -188,50 +220,71 @@ class Authority:
     def _save(self) -> None:
         """Write all files, and the bundles of all credentials.
 
-        Wherever this is interrupted, `load` finds keys that these bundles trust: they are written last, and
-        of them the cluster's, without which there is no authority.
+        Wherever this is interrupted, `load` finds keys that these bundles trust: they are put in place last,
+        and of them the cluster's, without which there is no authority.
         """
-        named = [*zip(self._signers(), (_CLUSTER, _ETCD), strict=False)]
-        for signer, name in named:
-            replace_file(self.folder / f"{name}.crt", signer.bundle(), 0o644)
+        signers = self._signers()
+        for signer in signers:
+            # So that certificates without a key are known to be of no use yet, not those of a key elsewhere.
+            if not signer.path.with_suffix(_KEY).exists():
+                replace_file(signer.path.with_suffix(_NEW_KEY), _key_pem(signer.key), 0o600)
+        for signer in signers:
+            replace_file(signer.path.with_suffix(_TRUSTED), signer.bundle(), 0o644)
         for issued in self.issued():
             for folder, signer in self._credentials_of(issued):
                 replace_file(folder / AUTHORITIES, signer.bundle(), 0o644)
-        for signer, name in reversed(named):
-            replace_file(self.folder / f"{name}.key", _key_pem(signer.key), 0o600)
+        for signer in reversed(signers):
+            key = signer.path.with_suffix(_KEY)
+            if key.exists():
+                replace_file(key, _key_pem(signer.key), 0o600)
+            else:
+                signer.path.with_suffix(_NEW_KEY).replace(key)
 
 
 @dataclass(frozen=True, slots=True)
 class _Signer:
     """A key that signs certificates, and the authorities to be trusted beside it."""
 
-    key: ec.EllipticCurvePrivateKey = field(repr=False)
-    # The first is the certificate of `key`.
+    # Of its files, without their endings.
+    path: Path
+    # None if it is kept elsewhere.
+    known_key: ec.EllipticCurvePrivateKey | None = field(repr=False)
+    # The first is the certificate of the key.
     trusted: list[x509.Certificate]
 
     @classmethod
-    def create(cls, days: float) -> _Signer:
+    def create(cls, path: Path, days: float) -> _Signer:
         key, certificate = _self_signed(days)
-        return cls(key, [certificate])
+        return cls(path, key, [certificate])
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> _Signer:
-        """Load NAME.key and NAME.crt. Raise AuthorityProblem."""
-        try:
-            key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
-            trusted = x509.load_pem_x509_certificates((folder / f"{name}.crt").read_bytes())
-        except FileNotFoundError as error:
-            raise AuthorityProblem(f"no authority in {folder} (tailrace certs init creates one)") from error
-        except (OSError, ValueError, TypeError) as error:
-            raise AuthorityProblem(f"{folder}: {error}") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise AuthorityProblem(f"{folder}: {name}.key is not an elliptic-curve key")
+    def load(cls, path: Path) -> _Signer:
+        """Load the files. Raise AuthorityProblem."""
+        key, trusted = _load_key(path.with_suffix(_KEY)), _load_trusted(path.with_suffix(_TRUSTED))
+        if key is None:
+            return cls(path, None, trusted)
         # One that precedes the key's has no key: writing it was interrupted, and it has signed nothing.
         while trusted and trusted[0].public_key() != key.public_key():
             del trusted[0]
         if not trusted:
-            raise AuthorityProblem(f"{folder}: {name}.key is the key of none of {name}.crt")
-        return cls(key, trusted)
+            raise AuthorityProblem(
+                f"{path.with_suffix(_KEY)}: not the key of any certificate in {path.name}{_TRUSTED}; restore "
+                "both from one copy"
+            )
+        return cls(path, key, trusted)
+
+    @property
+    def key(self) -> ec.EllipticCurvePrivateKey:
+        """Return the key. Raise AuthorityProblem if it is kept elsewhere."""
+        if self.known_key is None:
+            raise AuthorityProblem(
+                f"{self.path.with_suffix(_KEY)} is missing, and nothing can be signed without it: put it back"
+            )
+        return self.known_key
+
+    def require_key(self) -> None:
+        """Raise AuthorityProblem if the key is kept elsewhere."""
+        _ = self.key
 
     @property
     def not_after(self) -> datetime.datetime:
@@ -243,7 +296,7 @@ class _Signer:
     def superseded(self, days: float) -> _Signer:
         """Return one with a new key that trusts this one's authorities too."""
         key, certificate = _self_signed(days)
-        return _Signer(key, [certificate, *self.trusted])
+        return _Signer(self.path, key, [certificate, *self.trusted])
 
     def issue(
         self,
@@ -288,6 +341,44 @@ class _Signer:
         except (OSError, ValueError, x509.ExtensionNotFound) as error:
             raise AuthorityProblem(f"{path}: {error}") from error
         return by.key_identifier == own_key_id
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Return whether creating this authority was interrupted; `path`: of its files, without their endings."""
+    return path.with_suffix(_NEW_KEY).exists() and not path.with_suffix(_KEY).exists()
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is such an authority, if only its key or its certificate."""
+    files = path.with_suffix(_KEY), path.with_suffix(_TRUSTED)
+    return not _is_unfinished(path) and any(file.exists() for file in files)
+
+
+def _load_key(path: Path) -> ec.EllipticCurvePrivateKey | None:
+    """Return the key; None if there is no such file. Raise AuthorityProblem."""
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AuthorityProblem(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise AuthorityProblem(f"{path}: no usable key; restore a copy of it ({error})") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise AuthorityProblem(f"{path}: not an elliptic-curve key; restore a copy of it")
+    return key
+
+
+def _load_trusted(path: Path) -> list[x509.Certificate]:
+    """Return the certificates of trusted authorities, at least one. Raise AuthorityProblem."""
+    try:
+        return x509.load_pem_x509_certificates(path.read_bytes())
+    except FileNotFoundError as error:
+        raise AuthorityProblem(f"{path} is missing: restore a copy of it") from error
+    except OSError as error:
+        raise AuthorityProblem(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise AuthorityProblem(f"{path}: no usable certificates; restore a copy of it ({error})") from error
 
 
 def _self_signed(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:

@@ -10,7 +10,8 @@ from typing import Final
 
 _SCHEME: Final = "tailrace://"
 _DOMAIN: Final = "tailrace.internal"
-_NAME: Final = re.compile(r"[A-Za-z0-9._@-]{1,100}")
+# Also a folder's name, and so not "." or "..".
+_NAME: Final = re.compile(r"(?!\.+\Z)[A-Za-z0-9._@-]{1,100}")
 
 
 class Role(enum.StrEnum):
@@ -53,7 +54,9 @@ class Identity:
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
-            raise NoIdentity(f"{self.name!r}: 1 to 100 letters, digits and ._@- expected as a name")
+            raise NoIdentity(
+                f"{self.name!r}: 1 to 100 letters, digits and ._@-, not dots alone, expected as a name"
+            )
 
     def __str__(self) -> str:
         return f"{self.role.value}/{self.name}"

@@ -15,9 +15,9 @@ from typing import Final
 import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
-from tailrace.bounded import read_regular
+from tailrace.bounded import read_regular, shown
 from tailrace.files import file_stamp, replace_file
-from tailrace.tenancy.keys import KeyIndex, TenantKeys
+from tailrace.tenancy.keys import EDGES, ApiKey, KeyIndex, Tenant, TenantKeys
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,29 @@ _POLL_S: Final = 1.0
 
 class KeyFileUnusable(Exception):
     """The file cannot be read or is damaged; the message says which."""
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file's content. Both fields are always written, so one that is missing has been lost."""
+
+    tenants: tuple[Tenant, ...]
+    keys: tuple[ApiKey, ...]
+
+    def __post_init__(self) -> None:
+        """Check what concerns several entries. Raise ValueError, which names the field."""
+        names: set[str] = set()
+        for place, tenant in enumerate(self.tenants):
+            if tenant.name in names:
+                raise ValueError(f"{shown(tenant.name)} is there twice - at `$.tenants[{place}].name`")
+            names.add(tenant.name)
+        key_ids: set[str] = set()
+        for place, key in enumerate(self.keys):
+            if key.key_id in key_ids:
+                raise ValueError(f"{shown(key.key_id)} is there twice - at `$.keys[{place}].key_id`")
+            key_ids.add(key.key_id)
+            # That of edges has none.
+            if key.tenant not in ({""} if key.key_id == EDGES else names):
+                raise ValueError(f"there is no tenant {shown(key.tenant)} - at `$.keys[{place}].tenant`")
 
 
 class KeyFile:
@@ -87,7 +110,8 @@ def read_keys(path: Path) -> TenantKeys:
     """Read the file. Raise KeyFileUnusable."""
     makes = f"tailrace keys make TENANT --file {path}"
     try:
-        return msgspec.json.decode(read_regular(path), type=TenantKeys)
+        stored = msgspec.json.decode(read_regular(path), type=_Stored)
+        return TenantKeys(tenants=stored.tenants, keys=stored.keys)
     except FileNotFoundError as error:
         raise KeyFileUnusable(
             f"{path}: {error.strerror}; restore a copy, or {makes} makes one with new keys"

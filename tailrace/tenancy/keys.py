@@ -36,15 +36,15 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Names of models or adapters as clients send them; empty: all.
     models: tuple[str, ...] = ()
     # Counted by sequence, as concurrency is: of three prompts with four answers each, twelve.
-    requests_per_minute: float = 0.0
+    requests_per_minute: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     # Prompts and answers together.
-    tokens_per_minute: float = 0.0
+    tokens_per_minute: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     # Sequences in progress.
-    concurrency: int = 0
+    concurrency: Annotated[int, msgspec.Meta(ge=0)] = 0
     # vLLM's priority: a smaller one is served first, if the engines order requests by priority.
     priority: int = 0
     # Longest prompt in tokens.
-    longest_prompt: int = 0
+    longest_prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
     # Its share of the fleet among waiting tenants, if front ends make them wait (--fair-backlog).
     weight: Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     # How much of its rates it may save up and use at once.
@@ -71,7 +71,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Part of the key itself, in plain text.
     key_id: str
     # SHA-256 of the whole key, hexadecimal. The key has 256 random bits, so a slow hash would add nothing.
-    sha256: str
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     tenant: str
     # UTC, ISO 8601.
     created: str

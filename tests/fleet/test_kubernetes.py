@@ -506,7 +506,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
 @pytest.mark.parametrize("kind", ["kubernetes", "helm"])
 def test_the_command_writes_a_folder_and_says_what_to_do(tmp_path: Path, kind: str) -> None:
     file, out = write(tmp_path, FLEETS["gpu"]), tmp_path / "out"
-    (tmp_path / "keys.json").write_text('{"keys": []}')
+    (tmp_path / "keys.json").write_text('{"tenants": [], "keys": []}')
 
     def run() -> list[str]:
         arguments = [kind, "-f", str(file), "--out", str(out), "--dir", str(tmp_path / "certs")]
@@ -540,7 +540,7 @@ def test_the_command_writes_a_folder_and_says_what_to_do(tmp_path: Path, kind: s
 
 def test_each_cluster_gets_its_rights_and_its_policy(tmp_path: Path) -> None:
     file = write(tmp_path, FLEETS["models"])
-    (tmp_path / "keys.json").write_text('{"keys": []}')
+    (tmp_path / "keys.json").write_text('{"tenants": [], "keys": []}')
     done = CliRunner().invoke(cli_render, ["kubernetes", "-f", str(file), "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     steps = done.stdout.splitlines()

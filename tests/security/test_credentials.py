@@ -10,14 +10,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from tailrace.cli.main import main
-from tailrace.files import replace_file
 from tailrace.security.authority import Authority, AuthorityProblem
 from tailrace.security.credentials import UnusableCredentials, read_credentials
 from tailrace.security.folder import CredentialFolder
@@ -25,6 +23,17 @@ from tailrace.security.roles import Identity, NoIdentity, Role, identity_of
 from tests.security.conftest import EXPIRED_DAYS
 
 WORKER = Identity(Role.WORKER, "worker-0")
+
+
+AUTHORITY_FILES = {"ca.key", "ca.crt", "etcd-ca.key", "etcd-ca.crt"}
+
+
+def certs(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["certs", *arguments, "--dir", str(folder)])
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Clock:
@@ -53,10 +62,20 @@ def test_certificate_must_have_exactly_one_identity(uris: list[str]) -> None:
         identity_of(uris)
 
 
-@pytest.mark.parametrize("uri", ["tailrace://wurker/a", "tailrace://worker/", "tailrace://worker/a/b"])
+@pytest.mark.parametrize(
+    "uri", ["wurker/a", "worker/", "worker/a/b", "worker/.", "worker/..", "worker/...", "worker/..\n"]
+)
 def test_identity_must_have_a_known_role_and_a_plain_name(uri: str) -> None:
     with pytest.raises(NoIdentity):
-        identity_of([uri])
+        identity_of([f"tailrace://{uri}"])
+
+
+def test_a_name_leads_nowhere_else(authority: Authority) -> None:
+    for name in (".", ".."):
+        result = certs(authority.folder, "issue", "viewer", name)
+        assert result.exit_code == 2 and "not dots alone" in result.stderr
+    assert {path.name for path in authority.folder.iterdir()} == AUTHORITY_FILES
+    assert identity_of(["tailrace://worker/.a.b."]).name == ".a.b."
 
 
 def test_expired_certificate_is_named(authority: Authority) -> None:
@@ -161,14 +180,16 @@ def interrupted_after(files: int) -> Iterator[list[bool]]:
     """End what runs in the block before it replaces one file more; yield whether it was ended."""
     left, ended = [files], [False]
 
-    def replace(*arguments: Any) -> None:
+    whole = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
         if not left[0]:
             raise Interrupted
         left[0] -= 1
-        replace_file(*arguments)
+        return whole(path, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tailrace.security.authority.replace_file", replace)
+        patch.setattr(Path, "replace", replace)
         try:
             yield ended
         except Interrupted:
@@ -185,6 +206,7 @@ def test_an_interrupted_creation_is_repeated(tmp_path: Path) -> None:
         with pytest.raises(AuthorityProblem, match="no authority"):
             Authority.load(folder)
         read_credentials(Authority.create(folder).issue(WORKER).folder)
+        assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {*AUTHORITY_FILES, "issued"}
 
 
 @pytest.mark.parametrize("has_etcd", [True, False])
@@ -194,7 +216,8 @@ def test_an_interrupted_replacement_of_the_authority_goes_on(tmp_path: Path, has
     authority = Authority.create(first)
     if not has_etcd:
         # As versions made it whose etcd had no authority of its own.
-        (first / "etcd-ca.key").unlink()
+        for name in ("etcd-ca.key", "etcd-ca.crt"):
+            (first / name).unlink()
         authority = Authority.load(first)
     for role in (Role.WORKER, Role.ADMIN, Role.ETCD):
         authority.issue(Identity(role, "a"))
@@ -252,6 +275,58 @@ def test_second_authority_does_not_overwrite_the_first(authority: Authority) -> 
         Authority.create(authority.folder)
     with pytest.raises(AuthorityProblem, match="no authority"):
         Authority.load(authority.folder / "issued")
+
+
+@pytest.mark.parametrize("left", sorted(AUTHORITY_FILES))
+def test_no_file_of_an_authority_is_overwritten(authority: Authority, left: str) -> None:
+    """Its keys may be kept on another machine."""
+    for name in AUTHORITY_FILES - {left}:
+        (authority.folder / name).unlink()
+    before = contents(authority.folder)
+    result = certs(authority.folder, "init")
+    assert result.exit_code == 1 and f"{authority.folder / left} exists" in result.stderr
+    assert contents(authority.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("missing", "needed"),
+    [
+        ("ca.key", [["issue", "viewer", "v"], ["issue", "worker", "w"]]),
+        ("etcd-ca.key", [["issue", "etcd", "e"], ["issue", "worker", "w"], ["issue", "etcd-root", "r"]]),
+    ],
+)
+def test_a_key_that_is_kept_elsewhere_is_named(
+    authority: Authority, missing: str, needed: list[list[str]]
+) -> None:
+    """The cluster's key never signs in place of etcd's."""
+    for role in (Role.WORKER, Role.ADMIN, Role.ETCD):
+        authority.issue(Identity(role, "a"))
+    (authority.folder / missing).unlink()
+    before = contents(authority.folder)
+    for command in (*needed, ["rotate"], ["new-authority"], ["retire-authority"]):
+        result = certs(authority.folder, *command)
+        assert result.exit_code == 1, command
+        assert f"{authority.folder / missing} is missing" in result.stderr
+        assert contents(authority.folder) == before
+    listed = certs(authority.folder, "list")
+    assert listed.exit_code == 0 and listed.stderr == "" and len(listed.stdout.splitlines()) == 5
+    other = "viewer" if missing == "etcd-ca.key" else "etcd"
+    assert certs(authority.folder, "issue", other, "x").exit_code == 0
+
+
+@pytest.mark.parametrize("name", sorted(AUTHORITY_FILES))
+def test_a_damaged_file_of_the_authority_is_named(authority: Authority, name: str) -> None:
+    for content in (b"junk\n", b"", b"\xff"):
+        (authority.folder / name).write_bytes(content)
+        result = certs(authority.folder, "issue", "worker", "w")
+        assert result.exit_code == 1
+        assert f"{authority.folder / name}: no usable" in result.stderr and "restore a copy" in result.stderr
+
+
+def test_a_key_of_another_authority_is_named(authority: Authority, foreign: Authority) -> None:
+    shutil.copy(foreign.folder / "ca.key", authority.folder)
+    with pytest.raises(AuthorityProblem, match=r"certs/ca\.key: not the key of any certificate in ca\.crt"):
+        Authority.load(authority.folder)
 
 
 def test_expiry_of_a_certificate_is_logged_daily_before_and_after_it(

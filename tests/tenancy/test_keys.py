@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -153,6 +155,70 @@ def test_running_front_end_follows_the_key_file(file: Path) -> None:
     # An invalid file leaves the previous keys in force.
     file.write_text("rubbish")
     assert keys.index().holder(second) is not None
+
+
+KEY: dict[str, Any] = {"key_id": "k", "sha256": "0a" * 32, "tenant": "a", "created": ""}
+
+
+@pytest.mark.parametrize(
+    ("tenants", "keys", "field"),
+    [
+        ([{"name": "a", "requests_per_minute": -5}], [], "tenants[0].requests_per_minute"),
+        ([{"name": "a", "tokens_per_minute": -0.5}], [], "tenants[0].tokens_per_minute"),
+        ([{"name": "a", "concurrency": -1}], [], "tenants[0].concurrency"),
+        ([{"name": "a", "longest_prompt": -1}], [], "tenants[0].longest_prompt"),
+        ([{"name": "a"}, {"name": "b"}, {"name": "a"}], [], "tenants[2].name"),
+        ([{"name": "a"}], [KEY, KEY | {"created": "later"}], "keys[1].key_id"),
+        ([{"name": "b"}], [KEY], "keys[0].tenant"),
+        ([{"name": "a"}], [KEY, KEY | {"key_id": "l", "tenant": ""}], "keys[1].tenant"),
+        ([{"name": "a"}], [KEY | {"key_id": "edges"}], "keys[0].tenant"),
+        *(
+            ([{"name": "a"}], [KEY | {"sha256": digest}], "keys[0].sha256")
+            for digest in ("zz", "", "0A" * 32, "0a" * 33, "0a" * 32 + "\n")
+        ),
+        (None, [], "`tenants`"),
+        ([], None, "`keys`"),
+        (None, None, "`tenants`"),
+    ],
+)
+def test_impossible_values_in_the_key_file_are_named(
+    file: Path, tenants: list[Any] | None, keys: list[Any] | None, field: str
+) -> None:
+    first = make(file, "first")
+    ticks = iter(range(0, 1000, 2))
+    followed = KeyFile(file, lambda: float(next(ticks)))
+    content = {"tenants": tenants, "keys": keys}
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    with pytest.raises(KeyFileUnusable, match=re.escape(field)):
+        read_keys(file)
+    assert field in followed.problem() and followed.index().holder(first) is not None
+
+
+def test_what_the_commands_write_can_be_read(file: Path) -> None:
+    zeros = [f"--{name}=0" for name in ("requests-per-minute", "tokens-per-minute", "concurrency")]
+    key_id = make(file, "a", *zeros, "--longest-prompt=0", "--priority=-3").split("-")[2]
+    for command in (["revoke", key_id], ["revoke", "edges"], ["make", "a"], ["make", "b"], ["remove", "a"]):
+        assert run(file, *command).exit_code == 0
+        read_keys(file)
+    run(file, "remove", "b")
+    left = read_keys(file)
+    assert not left.tenants and [key.key_id for key in left.keys] == ["edges"]
+    # An earlier version wrote every limit, and no key of edges.
+    limits = {"requests_per_minute": 0.0, "tokens_per_minute": 0.0, "concurrency": 0, "longest_prompt": 0}
+    file.write_text(json.dumps({"tenants": [{"name": "a", "models": [], **limits}], "keys": [KEY]}))
+    assert read_keys(file).tenants == (Tenant(name="a"),)
+    run(file, "remove", "a")
+    assert read_keys(file) == TenantKeys()
+
+
+@pytest.mark.parametrize("models", [",", ",,", " ", "x,", ",x", "x,,y"])
+def test_an_empty_name_does_not_mean_all_models(file: Path, models: str) -> None:
+    result = run(file, "make", "a", "--models", models)
+    assert result.exit_code == 2 and f"--models: {models!r} has an empty name" in result.stderr
+    assert not file.exists()
+    make(file, "a", "--models", "x")
+    make(file, "a", "--models", "")
+    assert read_keys(file).tenants == (Tenant(name="a"),)
 
 
 @pytest.mark.parametrize(
