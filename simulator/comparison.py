@@ -104,6 +104,8 @@ class Comparison:
 
     plan: Plan
     groups: Sequence[Group]
+    # By Ctrl-C: the groups have the seeds that all policies have finished, and those without one are missing.
+    interrupted: bool = False
 
 
 def compare(
@@ -114,32 +116,49 @@ def compare(
 ) -> Comparison:
     """Run a plan on several processes. Raise TaskError, which names the run that failed.
 
-    The outcomes of the first seed at the highest rate include their detail.
+    The outcomes of the first seed at the highest rate include their detail. Ctrl-C ends it early; raise
+    KeyboardInterrupt if nothing can be compared by then.
     """
     highest = max(plan.rates, key=lambda rate: rate or 0.0)
     tasks: dict[tuple[str, str, float | None, int], Task[ScenarioResult]] = {}
     for workload in plan.workloads:
         for rate in plan.rates:
-            for policy in plan.policies:
-                for seed in plan.seeds:
+            # All policies on one seed, then the next, for what there is when it is interrupted.
+            for seed in plan.seeds:
+                for policy in plan.policies:
                     drawn = rate == highest and seed == plan.seeds[0]
                     scenario = plan.scenario(policy, workload, rate, seed)
                     # A higher load means more decisions and more steps.
                     cost = 1.0 + (rate or 0.0) / (highest or 1.0)
                     run = run_scenario if drawn else run_brief
                     tasks[policy, workload, rate, seed] = Task(_name(scenario), run, (scenario,), cost)
-    done = run_tasks(list(tasks.values()), processes=processes, progress=progress)
+    done: dict[str, ScenarioResult] = {}
+    interrupted = False
+    try:
+        run_tasks(list(tasks.values()), processes=processes, progress=progress, succeeded=done.__setitem__)
+    except KeyboardInterrupt:
+        interrupted = True
 
-    def cell(policy: str, workload: str, rate: float | None) -> Cell:
-        outcomes = [done[tasks[policy, workload, rate, seed].name] for seed in plan.seeds]
+    def finished(workload: str, rate: float | None) -> list[int]:
+        return [
+            seed
+            for seed in plan.seeds
+            if all(tasks[policy, workload, rate, seed].name in done for policy in plan.policies)
+        ]
+
+    def cell(policy: str, workload: str, rate: float | None, seeds: Sequence[int]) -> Cell:
+        outcomes = [done[tasks[policy, workload, rate, seed].name] for seed in seeds]
         return Cell(policy, workload, rate, outcomes)
 
     groups = [
-        Group(workload, rate, [cell(policy, workload, rate) for policy in plan.policies])
+        Group(workload, rate, [cell(policy, workload, rate, seeds) for policy in plan.policies])
         for workload in plan.workloads
         for rate in plan.rates
+        if (seeds := finished(workload, rate))
     ]
-    return Comparison(plan, groups)
+    if not groups:
+        raise KeyboardInterrupt
+    return Comparison(plan, groups, interrupted)
 
 
 def section_starts_s(workload: Workload, count: int, seeds: int) -> list[float]:

@@ -70,11 +70,11 @@ def summary_rows(figures: Figures) -> list[tuple[str, str]]:
     if figures.loaded_share:
         cached += f", of which {100 * figures.loaded_share:.1f} points from host memory"
     rows = [
-        ("Requests", f"{figures.requests} at {figures.rate_per_s:.3g}/s"),
+        ("Requests", f"{figures.requests} at {_rate(figures.rate_per_s)}/s"),
         ("Finished", f"{figures.finished}"),
         ("Refused", f"{figures.refused}"),
         ("SLO attainment", f"{figures.attainment:.1%}"),
-        ("Goodput", f"{figures.goodput_per_s:.3g} requests/s"),
+        ("Goodput", f"{_rate(figures.goodput_per_s)} requests/s"),
         ("TTFT P50", _seconds(figures.ttft_p50_s)),
         ("TTFT P99", _seconds(figures.ttft_p99_s)),
         ("TPOT P50", _milliseconds(figures.tpot_p50_s)),
@@ -93,6 +93,10 @@ def summary_rows(figures: Figures) -> list[tuple[str, str]]:
     if figures.stage_changes:
         rows.append(("Stage changes", f"{figures.stage_changes}"))
     return rows
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else NOTHING
 
 
 def _seconds(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -19,10 +20,10 @@ def attainment(records: Sequence[RequestRecord], slo: Slo) -> float:
 
 
 def offered_rate_per_s(records: Sequence[RequestRecord]) -> float:
-    """Return the arrivals per second, from the first to the last; 0.0 if all arrive at one moment."""
+    """Return the arrivals per second, from the first to the last; NaN if all arrive at one moment."""
     arrivals = [record.arrival_s for record in records]
     span_s = max(arrivals) - min(arrivals)
-    return (len(records) - 1) / span_s if span_s > 0.0 else 0.0
+    return (len(records) - 1) / span_s if span_s > 0.0 else math.nan
 
 
 def goodput_per_s(records: Sequence[RequestRecord], slo: Slo) -> float:

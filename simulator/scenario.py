@@ -41,7 +41,9 @@ def kinds_of(text: str, instances: int | None) -> list[tuple[str, int]]:
     named: list[tuple[str, int]] = []
     for part in text.split(","):
         name, _, count = part.strip().rpartition(":")
-        if not (name and count.isdecimal() and int(count)):
+        if name and count.removeprefix("-").isdecimal() and int(count) < 1:
+            raise ValueError(f"{part.strip()}: COUNT must be at least 1")
+        if not (name and count.isdecimal()):
             break
         named.append((name, int(count)))
     else:
@@ -123,7 +125,7 @@ class Figures:
     requests: int
     finished: int
     refused: int
-    # From the first to the last arrival.
+    # From the first to the last arrival; NaN if that is no time, and so is the goodput.
     rate_per_s: float
     # Over all requests.
     attainment: float

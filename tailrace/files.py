@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 Stamp = tuple[int, int, int]
 
@@ -25,16 +28,26 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
     `mode`: of a new file. One that root creates belongs to the owner of its folder. Raise OSError: the file
     is then as it was.
     """
+    with replacement(path, mode) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacement(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """Yield a new version of the file, which replaces it at the end of the block; see replace_file.
+
+    After an exception, an OSError of its own included, the file is as it was.
+    """
     # The file behind a symbolic link is replaced, not the link.
     path = path.resolve()
     partial = new_version(path, mode)
     try:
         with partial.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -86,7 +86,8 @@ def compare_command(
     a batch order, instead of the one that belongs to the policy. Values are means over the seeds with 95%
     intervals (Student's t). In each column * marks the best mean, and = those whose difference from it,
     paired by seed, is not significant. With --count, each seed uses another stretch of a trace; without it,
-    all seeds use the whole trace, and almost nothing is random.
+    all seeds use the whole trace, and almost nothing is random. Ctrl-C ends with the tables of the seeds that
+    all policies have finished.
     """
     for name in policies:
         check_policy(name, "POLICY")
@@ -115,26 +116,17 @@ def compare_command(
         with task_bar("comparing") as progress:
             comparison = compare(plan, processes=processes, progress=progress)
     _note_refusals(comparison)
-    if report is not None:
-        write_report(report, comparison_report(comparison))
+    if comparison.interrupted:
+        if output is Output.TABLE:
+            _print_groups(comparison)
+        raise click.Abort
     match output:
         case Output.JSON:
             print_json(_plain(comparison))
         case Output.CSV:
             click.echo(_csv(comparison), nl=False)
         case _:
-            for group in comparison.groups:
-                source = group.cells[0].outcomes[0].source
-                if len(plan.seeds) > 1:
-                    source = source.replace(
-                        f"seed {plan.seeds[0]}", f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
-                    )
-                click.echo(source)
-                table, left_out = group_table(group, console().width)
-                print_figures(table)
-                if left_out:
-                    note(f"no room for {', '.join(left_out)}; -o csv and --report have all")
-                click.echo()
+            _print_groups(comparison)
             for setup in plan.setups():
                 click.echo(knowledge_line(setup))
             if len({setup.intra_name for setup in plan.setups()}) > 1 and not settings.cross:
@@ -143,6 +135,23 @@ def compare_command(
                 f"SLO: {plan.slo.describe()}; seeds: {settings.seeds}; ± half of a 95% interval (Student's t)"
             )
             click.echo("*: the best mean; =: not distinguishable from it, paired by seed")
+    if report is not None:
+        write_report(report, comparison_report(comparison))
+
+
+def _print_groups(comparison: Comparison) -> None:
+    for group in comparison.groups:
+        outcomes = group.cells[0].outcomes
+        source, seeds = outcomes[0].source, [outcome.scenario.options.seed for outcome in outcomes]
+        if len(seeds) > 1:
+            source = source.replace(f"seed {seeds[0]}", f"seeds {seeds[0]} to {seeds[-1]}")
+        planned = len(comparison.plan.seeds)
+        click.echo(f"{source}; {len(seeds)} of {planned} seeds" if len(seeds) < planned else source)
+        table, left_out = group_table(group, console().width)
+        print_figures(table)
+        if left_out:
+            note(f"no room for {', '.join(left_out)}; -o csv and --report have all")
+        click.echo()
 
 
 def _section_starts(plan: Plan) -> dict[str, list[float]]:

@@ -309,11 +309,16 @@ def _bars() -> Bars:
 
 
 def report_option(function: F) -> F:
-    """Add --report, whose directory must exist before anything is simulated."""
+    """Add --report, a file that must be writable before anything is simulated."""
 
     def checked(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
         if value is not None and not value.parent.is_dir():
             raise click.BadParameter(f"there is no folder {value.parent}")
+        if value is not None:
+            try:
+                _check_writable(value)
+            except OSError as error:
+                raise click.BadParameter(f"{value}: {error.strerror}; give a file to write") from error
         return value
 
     return click.option(
@@ -322,6 +327,16 @@ def report_option(function: F) -> F:
         callback=checked,
         help="Write a report with plots, as one HTML file.",
     )(function)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise OSError if the file cannot be written; leave it as it is."""
+    new = not path.exists()
+    # Opening a pipe would wait for its reader.
+    if new or path.is_file() or path.is_dir():
+        path.open("ab").close()
+    if new:
+        path.unlink()
 
 
 def write_report(path: Path, html: str) -> None:

@@ -78,8 +78,6 @@ def simulate_command(
         outcome = run_scenario(scenario, progress)
     if outcome.refusal:
         note(f"{outcome.figures.refused} requests were refused, the first: {outcome.refusal}")
-    if report is not None:
-        write_report(report, run_report(outcome))
     match output:
         case Output.JSON:
             print_json(_plain(outcome))
@@ -90,6 +88,8 @@ def simulate_command(
             print_figures(_table(outcome))
             click.echo(knowledge_line(scenario.setup()))
             click.echo(f"SLO: {scenario.slo.describe()}")
+    if report is not None:
+        write_report(report, run_report(outcome))
 
 
 def _describe(scenario: Scenario) -> str:

@@ -114,8 +114,6 @@ def size_command(
     )
     with simulation_errors(), task_bar("sizing") as progress:
         sizing = size_fleets(plan, processes=processes, progress=progress)
-    if report is not None:
-        write_report(report, sizing_report(sizing))
     if output is Output.JSON:
         print_json(_plain(sizing))
     else:
@@ -130,6 +128,8 @@ def size_command(
             "95% interval"
         )
     _note_exceptions(sizing)
+    if report is not None:
+        write_report(report, sizing_report(sizing))
     if all(each.least is None for each in sizing.sizes):
         raise CliError(f"no policy keeps the SLO for {settings.attainment:g}% with --most {settings.most}")
 

@@ -90,6 +90,8 @@ def resolve_workload(spec: str, options: WorkloadOptions) -> Workload:
     if len(parts) == 1:
         workload = _resolve_part(spec.strip(), options)
     else:
+        if options.count is not None and options.count < len(parts):
+            raise WorkloadError(f"--count is {options.count}: {len(parts)} workloads need at least as many")
         shared = [_resolve_part(part, _share(options, index, len(parts))) for index, part in enumerate(parts)]
         workload = merged(",".join(part.name for part in shared), shared)
     if options.max_model_len is not None:
@@ -117,7 +119,9 @@ def _resolve_part(spec: str, options: WorkloadOptions) -> Workload:
     if spec in SESSIONS:
         return _generate(SESSIONS[spec], options)
     form, colon, path = spec.partition(":")
-    if form in FORMATS and path:
+    if form in FORMATS and colon:
+        if not path:
+            raise WorkloadError(f"{spec!r} names no file: give {form}:PATH")
         trace = _scaled(FORMATS[form](Path(path).expanduser(), options.clip), options)
         return shuffled(trace, options.seed) if options.shuffle and options.seed else trace
     problem = f"unknown format {form!r}" if colon else f"unknown workload {spec!r}"

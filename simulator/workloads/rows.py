@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,13 +24,14 @@ from typing import Final, NamedTuple, TextIO
 
 from simulator.request import SimRequest
 from simulator.workloads.base import Clip, Workload, WorkloadError
-from tailrace.bounded import open_regular
+from tailrace.bounded import open_regular, shown
 
 # No request is longer, and sums over a trace stay exact.
 MAX_TOKENS = 10**9
 # Three years. The simulator passes through idle time too, and would not come to an end.
 SPAN_MAX_S: Final = 1e8
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
+_DIGITS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,23 @@ class Row(NamedTuple):
 def open_text(path: Path) -> Iterator[TextIO]:
     """Open a file as text. Raise WorkloadError if it cannot be read."""
     try:
-        with TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as lines:
+        with TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as lines:
             yield lines
     except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path}: not a text file ({error.reason})") from error
+        line = _first_undecodable(path)
+        raise WorkloadError(f"{path}, line {line}: not a text file in UTF-8 ({error.reason})") from error
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror or error}") from error
+
+
+def _first_undecodable(path: Path) -> int:
+    """Return the number of the first line that is not UTF-8. Text is decoded in blocks, which have none."""
+    number = 1
+    with open_regular(path) as lines, suppress(UnicodeDecodeError):
+        for line in lines:
+            line.decode()
+            number += 1
+    return number
 
 
 def field_error(path: Path, line_number: int, field: str, problem: str) -> WorkloadError:
@@ -82,7 +94,7 @@ def parse_tokens(value: object, path: Path, line_number: int, field: str) -> int
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number is None:
-        raise field_error(path, line_number, field, f"not a whole number: {value!r}")
+        raise field_error(path, line_number, field, f"not a whole number: {shown(value)}")
     if number < 0:
         raise field_error(path, line_number, field, f"negative: {number}")
     if number > MAX_TOKENS:
@@ -99,7 +111,7 @@ def parse_seconds(value: object, path: Path, line_number: int, field: str) -> fl
         except (ValueError, OverflowError):
             number = math.nan
     if not math.isfinite(number):
-        raise field_error(path, line_number, field, f"not a number: {value!r}")
+        raise field_error(path, line_number, field, f"not a number: {shown(value)}")
     if number < 0.0:
         raise field_error(path, line_number, field, f"negative: {value}")
     return number
@@ -150,18 +162,23 @@ def make_workload(path: Path, rows: Iterable[Row], form: Format, clip: Clip) -> 
 def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield (line, cells of `columns` in that order) for each row that is not blank.
 
-    Other columns are ignored. Raise WorkloadError for a missing column, a row with another number of cells
-    than the first line, and invalid CSV.
+    Other columns are ignored. Raise WorkloadError for a column that is missing or appears twice, a row with
+    another number of cells than the first one, and invalid CSV.
     """
     with open_text(path) as lines:
         reader = csv.reader(lines)
         try:
-            header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
+            header = [name.strip() for name in next((row for row in reader if row), [])]
             if not header:
                 raise WorkloadError(f"{path}: the file is empty")
             missing = [name for name in columns if name not in header]
             if missing:
-                raise WorkloadError(f"{path}, line 1: no column {', '.join(missing)}; there are {header}")
+                raise WorkloadError(
+                    f"{path}, line {reader.line_num}: no column {', '.join(missing)}; there are {header}"
+                )
+            twice = [name for name in columns if header.count(name) > 1]
+            if twice:
+                raise WorkloadError(f"{path}, line {reader.line_num}: column {twice[0]!r} appears twice")
             indices = [header.index(name) for name in columns]
             for row in reader:
                 if not row:
@@ -183,12 +200,17 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             if not text.strip():
                 continue
             try:
-                value: object = json.loads(text)
+                value: object = json.loads(text, parse_int=_whole)
             except (ValueError, RecursionError) as error:
                 raise WorkloadError(f"{path}, line {line_number}: not JSON: {error}") from error
             if not isinstance(value, dict):
                 raise WorkloadError(f"{path}, line {line_number}: not a JSON object")
             yield line_number, value
+
+
+def _whole(digits: str) -> int | str:
+    """Return a number in JSON; its text if it is longer than any that is meant, which Python may refuse."""
+    return int(digits) if len(digits) <= _DIGITS else digits
 
 
 def required_field(entry: Mapping[str, object], name: str, path: Path, line_number: int) -> object:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -16,6 +17,7 @@ from tailrace.cli.errors import CliError, file_errors
 from tailrace.cli.output import note
 from tailrace.control.arrivals import NothingEndedError, RecordedLoad
 from tailrace.control.recording import InvalidRecordingError, decode
+from tailrace.files import replacement
 from tailrace.numeric import Duration
 from tailrace.v1.admin_pb2 import RecordRequest
 
@@ -31,7 +33,7 @@ _MARGIN_S: Final = 10.0
     type=Duration(min=0, max=3600, min_open=True),
     default=600.0,
     show_default=True,
-    help="Seconds to record; Ctrl-C ends earlier.",
+    help="Seconds to record; Ctrl-C and SIGTERM end earlier.",
 )
 @click.option(
     "--arrivals",
@@ -47,12 +49,23 @@ def record(file: Path, seconds: float, arrivals: bool, admin: str | None) -> Non
     recording begins; if it ends early, what FILE has by then can be replayed. With --arrivals, FILE is
     replaced at the end.
     """
-    with connect(admin) as connection, file_errors(InvalidRecordingError, NothingEndedError, path=file):
+    problems = file_errors(InvalidRecordingError, NothingEndedError, path=file)
+    with connect(admin) as connection, problems, _terminated_as_interrupted():
         batches = _batches(connection, seconds)
         if arrivals:
             _record_load(file, batches)
         else:
             _record(file, batches)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _batches(connection: Admin, seconds: float) -> Iterator[Sequence[bytes]]:
@@ -90,9 +103,29 @@ def _record(file: Path, batches: Iterator[Sequence[bytes]]) -> None:
 
 
 def _record_load(file: Path, batches: Iterator[Sequence[bytes]]) -> None:
-    # Now, and not when there is something to lose.
-    if not file.parent.is_dir():
-        raise CliError(f"{file}: No such file or directory")
+    with ExitStack() as opened:
+        # Now, and not when there is something to lose.
+        try:
+            if file.is_file() or not file.exists():
+                target = opened.enter_context(replacement(file, 0o644))
+            else:
+                # A pipe or a device, which cannot be replaced.
+                target = opened.enter_context(file.open("wb"))
+        except OSError as error:
+            raise CliError(f"{file}: {error.strerror}") from error
+        load, ended = _load_of(batches)
+        rows = list(load.rows())
+        target.write(b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in rows))
+    if load.models > 1:
+        note(f"{load.models} models: their requests are in one file, as if for one")
+    drawn = f", {load.unfinished} unfinished, with lengths of others" if load.unfinished else ""
+    if ended:
+        raise CliError(f"{file}: {len(rows)} requests{drawn}{ended}")
+    note(f"{file}: {len(rows)} requests{drawn}")
+
+
+def _load_of(batches: Iterator[Sequence[bytes]]) -> tuple[RecordedLoad, str]:
+    """Return what was recorded, and why it ended early; "": it did not."""
     load, ended = RecordedLoad(), ""
     try:
         for line in decode(chain.from_iterable(batches)):
@@ -105,11 +138,4 @@ def _record_load(file: Path, batches: Iterator[Sequence[bytes]]) -> None:
         ended = f", then the recording ended: {error.message}"
     if load.ends_early:
         ended = ", then the recording ended: this command could not keep up"
-    rows = list(load.rows())
-    file.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows), encoding="utf-8")
-    if load.models > 1:
-        note(f"{load.models} models: their requests are in one file, as if for one")
-    drawn = f", {load.unfinished} unfinished, with lengths of others" if load.unfinished else ""
-    if ended:
-        raise CliError(f"{file}: {len(rows)} requests{drawn}{ended}")
-    note(f"{file}: {len(rows)} requests{drawn}")
+    return load, ended

@@ -180,31 +180,35 @@ _DECODER: Final = msgspec.json.Decoder(Line, dec_hook=_decoded_message)
 
 
 def decode(lines: Iterable[bytes]) -> Iterator[Line]:
-    """Decode a recording's lines. Raise InvalidRecordingError, which names the line.
+    """Decode a recording's lines; blank ones are skipped. Raise InvalidRecordingError, which names the line.
 
     An incomplete last line, without its line end, is what a full disk or a killed recorder leaves: it yields
     BrokenOff.
     """
+    begun = False
     for number, line in enumerate(lines, 1):
-        if number == 1:
-            _check_format(line)
+        if not line.strip():
+            continue
+        if not begun:
+            _check_format(line, number)
         try:
             event: Line = _DECODER.decode(line)
         except _UnreadableMessage as error:
             raise InvalidRecordingError(str(error)) from error
         except msgspec.MsgspecError as error:
-            if number > 1 and not line.endswith(b"\n"):
+            if begun and not line.endswith(b"\n"):
                 yield BrokenOff()
                 return
             raise InvalidRecordingError(f"line {number}: {error}") from error
-        if number > 1 and isinstance(event, Started):
+        if begun and isinstance(event, Started):
             raise InvalidRecordingError(
                 f"line {number}: another recording begins; replay each from its own file"
             )
+        begun = True
         yield event
 
 
-def _check_format(line: bytes) -> None:
+def _check_format(line: bytes, number: int) -> None:
     """Raise InvalidRecordingError unless this is the first line of a recording that can be read.
 
     Only what every format has is decoded: the rest of a later one may not be readable.
@@ -212,9 +216,9 @@ def _check_format(line: bytes) -> None:
     try:
         beginning = msgspec.json.decode(line, type=_Beginning)
     except msgspec.MsgspecError as error:
-        raise InvalidRecordingError(f"line 1: not the start of a recording ({error})") from error
+        raise InvalidRecordingError(f"line {number}: not the start of a recording ({error})") from error
     if beginning.event != "started":
-        raise InvalidRecordingError("line 1: not the start of a recording")
+        raise InvalidRecordingError(f"line {number}: not the start of a recording")
     if beginning.format != FORMAT:
         raise InvalidRecordingError(
             f"format {beginning.format}, of Tailrace {beginning.version}; this one reads {FORMAT}; replay it "

@@ -291,19 +291,23 @@ def declared(name: str, policy: Policy) -> Declared:
             predictions,
             pacer,
             share,
-            _positive("tick_interval_s", policy.tick_interval_s),
-            _positive("lengths_period_s", policy.lengths_period_s),
-            _positive("prefixes_period_s", policy.prefixes_period_s),
+            _period("tick_interval_s", policy.tick_interval_s),
+            _period("lengths_period_s", policy.lengths_period_s),
+            _period("prefixes_period_s", policy.prefixes_period_s),
         )
     except BaseException as error:
         raise UnusablePolicyError(f"policy {name!r} cannot be used: {describe_error(error)}") from error
 
 
-def _positive(field: str, value: object) -> float | None:
-    """Return a number above 0, or None for None. Raise TypeError or ValueError that names the attribute."""
+# With less, a simulation would hardly ever end.
+_LEAST_PERIOD_S: Final = 0.001
+
+
+def _period(field: str, value: object) -> float | None:
+    """Return a number of seconds, or None. Raise TypeError or ValueError that names the attribute."""
     number = _number(field, value)
-    if number is not None and not 0.0 < number < math.inf:
-        raise ValueError(f"{field}: {number:g} is not above 0")
+    if number is not None and not _LEAST_PERIOD_S <= number < math.inf:
+        raise ValueError(f"{field}: {number:g} is not a time of at least {_LEAST_PERIOD_S} seconds")
     return number
 
 

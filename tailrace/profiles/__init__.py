@@ -5,15 +5,36 @@ A profile is a JSON file. Built-in ones stand beside this module; `load_profile`
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from tailrace.bounded import read_regular, shown
 
 BUILT_IN: Final[Path] = Path(__file__).resolve().parent
+
+# A nanosecond for a step of one token: less is no measurement, and is lost in the arithmetic of fits.
+_LEAST_STEP_MS: Final = 1e-6
+# More per step or token is no measurement, and a simulation would not come to an end.
+_MOST_MS: Final = 1e6
+# Sums and products with floats stay exact.
+_MOST: Final = 2**53
+
+
+def _require_time(name: str, ms: float) -> None:
+    """Raise ValueError unless a coefficient is a time."""
+    if not 0.0 <= ms <= _MOST_MS:
+        raise ValueError(f"{name} is {ms}: must be from 0 to {_MOST_MS:.0f} ms")
+
+
+def _require_times(stage: str, model: PrefillModel | DecodeModel) -> None:
+    """Raise ValueError unless every coefficient is a time and a step of this stage takes some."""
+    times: dict[str, float] = msgspec.structs.asdict(model)
+    for name, value in times.items():
+        _require_time(f"{stage}.{name}", value)
+    if sum(times.values()) < _LEAST_STEP_MS:
+        raise ValueError(f"{stage}: every coefficient is next to 0, so that no step takes any time")
 
 
 class PrefillModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +45,7 @@ class PrefillModel(msgspec.Struct, frozen=True, kw_only=True):
     ms_per_token_squared: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError that names the coefficient when one is negative or not finite."""
+        """Raise ValueError that names the coefficient when one is out of range."""
         _require_times("prefill", self)
 
     def ms(self, start: int, end: int) -> float:
@@ -40,7 +61,7 @@ class DecodeModel(msgspec.Struct, frozen=True, kw_only=True):
     ms_per_kv_token: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError that names the coefficient when one is negative or not finite, or all are zero."""
+        """Raise ValueError that names the coefficient when one is out of range, or all are zero."""
         _require_times("decode", self)
 
     def ms(self, requests: int, kv_tokens: int) -> float:
@@ -61,10 +82,9 @@ class SwapModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError that names the number when it is out of range."""
-        if not (math.isfinite(self.base_ms) and self.base_ms >= 0.0):
-            raise ValueError(f"swap.base_ms is {self.base_ms}: must be finite and not negative")
-        if not self.bytes_per_s > 0.0:
-            raise ValueError(f"swap.bytes_per_s is {self.bytes_per_s}: must be positive")
+        _require_time("swap.base_ms", self.base_ms)
+        if not self.bytes_per_s >= 1.0:
+            raise ValueError(f"swap.bytes_per_s is {self.bytes_per_s}: must be at least 1")
 
     def ms(self, kv_bytes: int) -> float:
         """Milliseconds for one request with so many bytes of KV, one way."""
@@ -86,10 +106,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     swap: SwapModel = SwapModel()
 
     def __post_init__(self) -> None:
-        """Raise ValueError that names the field when a size is not positive."""
+        """Raise ValueError that names the field when a size is out of range."""
         for name in ("kv_bytes_per_token", "kv_capacity_tokens"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: must be positive")
+            if not 1 <= getattr(self, name) <= _MOST:
+                raise ValueError(f"{name} is {getattr(self, name)}: must be from 1 to {_MOST}")
 
     def step_ms(self, prefill_ms: float, requests: int, kv_tokens: int) -> float:
         """Milliseconds of a step that prefills chunks (their PrefillModel.ms summed) and decodes a batch."""
@@ -100,20 +120,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             return self.decode.base_ms + decode_ms
         # One pass over the weights serves both; the larger base is that pass.
         return max(self.prefill.base_ms, self.decode.base_ms) + prefill_ms + decode_ms
-
-
-# A nanosecond for a step of one token: less is no measurement, and is lost in the arithmetic of fits.
-_LEAST_STEP_MS: Final = 1e-6
-
-
-def _require_times(stage: str, model: PrefillModel | DecodeModel) -> None:
-    """Raise ValueError unless every coefficient is a time and a step of this stage takes some."""
-    times: dict[str, float] = msgspec.structs.asdict(model)
-    for name, value in times.items():
-        if not (math.isfinite(value) and value >= 0.0):
-            raise ValueError(f"{stage}.{name} is {value}: must be finite and not negative")
-    if sum(times.values()) < _LEAST_STEP_MS:
-        raise ValueError(f"{stage}: every coefficient is next to 0, so that no step takes any time")
 
 
 class ProfileError(Exception):
@@ -129,9 +135,27 @@ def load_profile(name: str) -> Profile:
     """Load a built-in profile by name, or the JSON file at the path `name`. Raise ProfileError."""
     path = BUILT_IN / f"{name}.json" if name in built_in_profiles() else Path(name)
     try:
-        return msgspec.json.decode(read_regular(path), type=Profile)
+        text = read_regular(path)
+        profile = msgspec.json.decode(text, type=Profile)
+        unknown = _unknown_field(msgspec.json.decode(text), msgspec.to_builtins(profile))
     except OSError as error:
         known = ", ".join(built_in_profiles())
         raise ProfileError(f"no profile {shown(name)}: {error.strerror}; built in are {known}") from error
     except msgspec.DecodeError as error:
         raise ProfileError(f"profile {name!r}: {error}") from error
+    if unknown:
+        raise ProfileError(f"profile {name!r}: unknown field {shown(unknown)}; remove or correct it")
+    return profile
+
+
+def _unknown_field(given: dict[str, Any], known: dict[str, Any]) -> str:
+    """Return the path of a field that no profile has; "" if there is none.
+
+    Not left to the structs: records in etcd have them too, and a later version's may have more fields.
+    """
+    for name, value in given.items():
+        if name not in known:
+            return name
+        if isinstance(value, dict) and (inner := _unknown_field(value, known[name])):
+            return f"{name}.{inner}"
+    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +31,8 @@ class Script:
     drain_events: list[admin.DrainEvent] = field(default_factory=list)
     profile_events: list[profile_pb2.ProfileEvent] = field(default_factory=list)
     profiles: list[profile_pb2.MeasuredProfile] = field(default_factory=list)
+    # Called after the recorded lines.
+    recording_goes_on: Callable[[], None] | None = None
     models: list[admin.ModelInfo] = field(default_factory=list)
     rollout: admin.RolloutInfo = field(default_factory=admin.RolloutInfo)
     rollout_events: list[admin.RolloutEvent] = field(default_factory=list)
@@ -198,6 +200,8 @@ class ScriptedAdmin(admin_pb2_grpc.AdminServicer):
         self._record("Record", request, context)
         for line in self.script.recorded:
             yield admin.RecordedLines(lines=[line])
+        if self.script.recording_goes_on:
+            self.script.recording_goes_on()
         if self.script.stream_ends is not None:
             context.abort(*self.script.stream_ends)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 
 import grpc
@@ -17,6 +20,7 @@ from tailrace.v1 import admin_pb2
 from tests.cli.conftest import Run
 from tests.cli.scripted_admin import Script
 from tests.control.recorded import RandomRun
+from tests.waiting import WAIT_S
 
 
 def replay(*arguments: str) -> Result:
@@ -115,8 +119,35 @@ def test_record_arrivals_without_any_keeps_the_file(run: Run, script: Script, tm
     nothing = run("record", "--arrivals", str(path))
     assert nothing.exit_code == 1 and "record for longer" in nothing.stderr
     assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_record_arrivals_to_an_unwritable_path_is_an_error_at_once(
+    run: Run, script: Script, tmp_path: Path
+) -> None:
     folder = run("record", "--arrivals", str(tmp_path / "no" / "folder"))
     assert folder.exit_code == 1 and "no/folder: No such file or directory" in folder.stderr
+    assert script.received == []
+    assert run("record", "--arrivals", "/dev/full").exit_code == 1 and Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("arguments", [("record",), ("record", "--arrivals")])
+def test_sigterm_keeps_what_was_recorded(
+    run: Run, script: Script, lines: list[bytes], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    path = tmp_path / "new.jsonl"
+    script.recorded = lines
+    ended = threading.Event()
+
+    def terminate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.wait(WAIT_S)
+
+    script.recording_goes_on = terminate
+    result = run(*arguments, str(path))
+    ended.set()
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes() and list(tmp_path.iterdir()) == [path]
 
 
 def test_replay_finds_no_difference(file: Path) -> None:

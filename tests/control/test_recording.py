@@ -175,3 +175,11 @@ def test_an_invalid_recording_is_reported_with_its_line() -> None:
     with pytest.raises(InvalidRecordingError, match="format 3"):
         list(decode([later.replace(b'"slo"', b'"aims"')]))
     assert isinstance(next(decode(run.lines)), Started)
+
+
+def test_blank_lines_of_a_recording_are_skipped() -> None:
+    lines = run_of("least_loaded", 5, 0, 3).lines
+    spaced = [b"\n", *(part for line in lines for part in (line + b"\n", b"\r\n")), b" "]
+    assert len(list(decode(spaced))) == len(lines)
+    with pytest.raises(InvalidRecordingError, match="line 2: not the start"):
+        list(decode([b"\n", b"{}\n"]))

@@ -45,6 +45,12 @@ class Timed(RoundRobin):
     tick_interval_s = "1"  # type: ignore[assignment]
 
 
+class Hasty(RoundRobin):
+    """A policy that wants to be asked all the time."""
+
+    tick_interval_s = 1e-12
+
+
 class NotAPolicy:
     """A class that is not a policy."""
 
@@ -57,6 +63,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "exiting": f"{__name__}:Exiting",
         "undeclared": f"{__name__}:Undeclared",
         "timed": f"{__name__}:Timed",
+        "hasty": f"{__name__}:Hasty",
         "stranger": f"{__name__}:NotAPolicy",
         "absent": "no_such_module:Policy",
     }
@@ -95,6 +102,7 @@ def test_a_taken_name_is_tailraces_own(
         ("exiting", "'exiting' cannot be loaded: SystemExit: 3"),
         ("undeclared", "parameters: not a tuple of Parameter"),
         ("timed", "'timed' cannot be used: TypeError: tick_interval_s: str is neither a number nor None"),
+        ("hasty", "tick_interval_s: 1e-12 is not a time of at least 0.001 seconds"),
         ("stranger", r"not a tailrace\.policy\.base\.Policy"),
         ("absent", "No module named 'no_such_module'; .* found after a restart"),
     ],

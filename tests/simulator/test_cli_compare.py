@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from simulator.parallel import TaskProgress
 from simulator.scenario import Scenario, SimulatedFleet, run_scenario
 from simulator.workloads.resolve import WorkloadOptions
 from tailrace.slo import Slo
@@ -176,6 +178,21 @@ def test_ctrl_c_leaves_no_process_running(folder: Path) -> None:
     assert reply.strip() == "Aborted!", reply
     assert workers
     assert psutil.wait_procs(workers, timeout=WAIT_S)[1] == []
+
+
+def test_an_interrupted_comparison_shows_the_seeds_that_all_have_finished(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(progress: TaskProgress) -> None:
+        if progress.done == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("simulator.cli.compare.task_bar", lambda label: nullcontext(interrupted))
+    given = ("compare", "pascal", OTHER, "--workload", workload(folder, name="i"), "--processes", 1)
+    result = run_cli(*given, "--seeds", 2)
+    assert result.exit_code == 1 and result.stderr == "Aborted!\n"
+    assert "; 1 of 2 seeds\n" in result.stdout and f"\n{OTHER} " in result.stdout
+    assert run_cli(*given, "--seeds", 2, "-o", "json").stdout == ""
 
 
 def test_parameters_for_all_policies_and_for_one(arguments: tuple[str, ...], tmp_path: Path) -> None:

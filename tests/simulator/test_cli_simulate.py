@@ -122,7 +122,9 @@ def test_without_finished_requests_latency_is_null(tmp_path: Path) -> None:
         (("pascal", "r1", "--rate", "5", "--length-penalty", "x"), "--length-penalty: no length penalty 'x'"),
         (("pascal", "r1", "--rate", "5", "--instances", "0"), "'--instances': 0 is not in the range"),
         (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:2,{RTX}"), "give NAME:COUNT for each kind"),
-        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:0,{RTX}:1"), "give NAME:COUNT for each kind"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:0,{RTX}:1"), "COUNT must be at least 1"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:0"), f"{H100}:0: COUNT must be at least 1"),
+        (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:-1"), "COUNT must be at least 1"),
         (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:2,none:1"), "--profile: no profile 'none'"),
         (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:9,{RTX}:99999"), "at most 20000"),
         (("pascal", "r1", "--rate", "5", "--profile", f"{H100}:2", "--instances", "3"), "not 3"),
@@ -134,6 +136,8 @@ def test_without_finished_requests_latency_is_null(tmp_path: Path) -> None:
         (("pascal", "r1", "--rate", "0"), "'--rate'"),
         (("pascal", "r1", "--rate", "5", "--predict", "psychic"), "'--predict'"),
         (("pascal", "r1", "--rate", "5", "--report", "/no/such/folder/x.html"), "no folder /no/such/folder"),
+        (("pascal", "r1", "--rate", "5", "--report", ""), "Is a directory; give a file to write"),
+        (("pascal", "r1", "--rate", "5", "--report", "x" * 300), "File name too long"),
     ],
 )
 def test_usage_errors_name_the_field(arguments: tuple[str, ...], message: str) -> None:
@@ -141,6 +145,23 @@ def test_usage_errors_name_the_field(arguments: tuple[str, ...], message: str) -
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert result.stdout == ""
+
+
+def test_the_figures_come_before_a_report_that_cannot_be_written(small: tuple[str, ...]) -> None:
+    result = run_cli("simulate", "pascal", *small, "-o", "json", "--report", "/dev/full")
+    assert result.exit_code == 1 and "--report: /dev/full: No space left on device" in result.stderr
+    assert json.loads(result.stdout)["figures"]["requests"]
+
+
+def test_requests_at_one_moment_have_no_rate(tmp_path: Path) -> None:
+    path = tmp_path / "burst.jsonl"
+    path.write_text('{"arrival_s": 0, "prompt_tokens": 50, "answer_tokens": 3}\n' * 2)
+    arguments = ("simulate", "pascal", f"jsonl:{path}", "--profile", profile(tmp_path))
+    figures = json.loads(run_cli_ok(*arguments, "-o", "json").stdout)["figures"]
+    assert figures["rate_per_s"] is figures["goodput_per_s"] is None and figures["attainment"] == 1.0
+    table = " ".join(run_cli_ok(*arguments, "--report", tmp_path / "r.html").stdout.split())
+    assert "Requests 2 at -/s" in table and "Goodput - requests/s" in table
+    run_cli_ok("compare", "pascal", "least_loaded", "--workload", *arguments[2:], "--seeds", "1")
 
 
 def test_a_malformed_row_names_its_line(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_several_workloads_share_rate_and_count(tmp_path: Path) -> None:
     [
         ("r2", WorkloadOptions(rate_per_s=1.0), r"unknown workload 'r2'; generators: r1, .*azure:PATH"),
         ("parquet:x", WorkloadOptions(), "unknown format 'parquet'"),
-        ("azure:", WorkloadOptions(), "unknown format 'azure'"),
+        ("azure:", WorkloadOptions(), "'azure:' names no file: give azure:PATH"),
         ("azure:/no/such/file.csv", WorkloadOptions(), r"/no/such/file\.csv: No such file"),
         ("r1", WorkloadOptions(), "r1 is generated and needs a rate"),
         ("r1", WorkloadOptions(rate_per_s=1.0, speed=2.0), "it has a rate, not a speed"),
@@ -213,7 +213,11 @@ def test_several_workloads_share_rate_and_count(tmp_path: Path) -> None:
         ("r1", WorkloadOptions(rate_per_s=-1.0, duration_s=10.0), "rate must be"),
         ("r1", WorkloadOptions(rate_per_s=float("nan"), duration_s=10.0), "rate must be"),
         ("r1", WorkloadOptions(rate_per_s=0.001, duration_s=0.001), "nothing arrives from 0 s to 0.001 s"),
-        ("r1,r1,r1", WorkloadOptions(rate_per_s=1.0, count=2), "at least one request"),
+        (
+            "r1,r1,r1",
+            WorkloadOptions(rate_per_s=1.0, count=2),
+            "--count is 2: 3 workloads need",
+        ),
     ],
 )
 def test_invalid_specifications_are_errors(spec: str, options: WorkloadOptions, message: str) -> None:

@@ -86,6 +86,12 @@ def test_windows_line_endings_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
     assert len(load_azure(path).requests) == 3
+    path.write_bytes(b"\xef\xbb\xbf" + MOONCAKE.encode())
+    assert load_mooncake(path).requests
+
+
+def test_blank_lines_before_the_header_are_skipped(tmp_path: Path) -> None:
+    assert len(load_azure(write_trace(tmp_path, "\n\n" + AZURE)).requests) == 3
 
 
 def with_field(name: str, value: str) -> str:
@@ -120,6 +126,11 @@ def with_field(name: str, value: str) -> str:
         ),
         (load_azure, AZURE.replace("18:17:04", "18:17:03"), "line 3, field 'TIMESTAMP': .* before the row"),
         (load_azure, "\x00" + AZURE, "line 1: "),
+        (
+            load_azure,
+            AZURE.replace("GeneratedTokens", "ContextTokens,GeneratedTokens", 1),
+            "line 1: column 'ContextTokens' appears twice",
+        ),
         (load_mooncake, "", "no requests"),
         (load_mooncake, MOONCAKE + "{", "line 3: not JSON"),
         (load_mooncake, "[1, 2]", "line 1: not a JSON object"),
@@ -138,6 +149,11 @@ def with_field(name: str, value: str) -> str:
         (jsonl.load, with_field("reasoning_tokens", "null"), "line 1, field 'reasoning_tokens': not a whole"),
         (jsonl.load, with_field("arrival_s", "1e999"), "line 1, field 'arrival_s': not a number"),
         (jsonl.load, with_field("arrival_s", "1" * 400), "line 1, field 'arrival_s': not a number"),
+        (
+            jsonl.load,
+            with_field("answer_tokens", "1" * 9000),
+            "line 1, field 'answer_tokens': not a whole number: '1+'... .9000 characters",
+        ),
         (jsonl.load, with_field("reasoning", "7"), "line 1, field 'reasoning': unknown; known are"),
         (jsonl.load, with_field("request_id", "7"), "line 1, field 'request_id': not a string"),
         (
@@ -163,7 +179,10 @@ def test_errors_name_file_line_and_field(load: Load, text: str, message: str, tm
 def test_binary_files_and_folders_are_errors(load: Load, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(b"\xff\xfe\x00 no text")
-    with pytest.raises(WorkloadError, match="not a text file"):
+    with pytest.raises(WorkloadError, match="line 1: not a text file"):
+        load(path)
+    path.write_bytes(b"\n\n\xff\n")
+    with pytest.raises(WorkloadError, match="line 3: not a text file"):
         load(path)
     with pytest.raises(WorkloadError, match="Is a directory"):
         load(tmp_path)

@@ -60,6 +60,8 @@ def test_unknown_setting_of_the_simulated_engine_is_named() -> None:
         make_engine(EngineOptions("simulated", arguments={"speed": "fast"}))
     with pytest.raises(EngineOptionError, match="no_such_profile"):
         make_engine(EngineOptions("simulated", arguments={"profile": "no_such_profile"}))
+    with pytest.raises(EngineOptionError, match=r"speed 1e-09: prefill\.base_ms is "):
+        make_engine(EngineOptions("simulated", arguments={"speed": 1e-9}))
 
 
 def test_tiny_model_is_recognized_through_a_symlink(tmp_path: Path) -> None:

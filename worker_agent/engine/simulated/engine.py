@@ -92,6 +92,10 @@ class SimulatedEngine:
             profile = load_profile(named) if isinstance(named, str) else named
         except ProfileError as error:
             raise RuntimeError(str(error)) from error
+        try:
+            self._profile_at_speed = at_speed(profile, settings.speed)
+        except (ValueError, ZeroDivisionError) as error:
+            raise RuntimeError(f"speed {settings.speed:g}: {error}") from error
         self._profile = profile
         self._shape = _kv_shape(settings)
         self._vocabulary = read_vocabulary(settings.tokenizer, settings.think, settings.end_think)
@@ -177,7 +181,7 @@ class SimulatedEngine:
                     effective_attention_block_size=settings.block_tokens,
                 )
             ),
-            profile=at_speed(self._profile, settings.speed),
+            profile=self._profile_at_speed,
             hardware=f"simulated {self._profile.name} x{settings.speed:g}",
             step_tokens=settings.max_num_batched_tokens,
             cache=self._book,
