@@ -162,8 +162,10 @@ def on_this_machine(
     """Return the options with this machine's cores and GPUs, a number of workers that suits them, and the API
     servers that can run here.
 
-    `workers`: of the first model, if that is given; `say`: see with_front.
+    `workers`: of the first model, if that is given; `say`: see with_front. Raise UsageProblem if models that
+    cannot be told apart are to be scaled.
     """
+    _check_links(options)
     options = with_front(options, say or (lambda text: None))
     cores, earlier = len(os.sched_getaffinity(0)), 0
     given = [workers, *(model.workers for model in options.others)]
@@ -176,6 +178,18 @@ def on_this_machine(
         earlier += here
     models = [replace(model, all_workers=earlier) for model in models]
     return replace(models[0], others=tuple(models[1:]))
+
+
+def _check_links(options: ClusterOptions) -> None:
+    """Raise UsageProblem if a scaled model has the folder of another one by a link."""
+    folders = [os.path.realpath(each.model) for each in options.models]
+    for at, each in enumerate(options.models):
+        if each.bounds is not None and folders.count(folders[at]) > 1:
+            raise UsageProblem(
+                f"models[{at}].autoscale: {each.model} and another model are links to the same folder, and "
+                "instances are told apart by what is in it: name a folder of another model, or leave "
+                "autoscale out"
+            )
 
 
 def _has_console() -> bool:

@@ -40,8 +40,10 @@ MODELS_MAX: Final = 16
 
 Name = Annotated[str, Meta(pattern=_NAME)]
 Replicas = Annotated[int, Meta(ge=0, le=5_000)]
-_QUANTITY: Final = r"^[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]i?)?$"
-Quantity = Annotated[str, Meta(pattern=_QUANTITY)]
+_CPUS: Final = r"^[1-9][0-9]*(m|\.[0-9]{1,3})?$"
+Cpus = Annotated[str, Meta(pattern=_CPUS)]
+_BYTES: Final = r"^[1-9][0-9]*((\.[0-9]+)?([kMGT]|[KMGT]i))?$"
+Bytes = Annotated[str, Meta(pattern=_BYTES)]
 # A name of Kubernetes's objects.
 _CLASS: Final = r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$"
 Class = Annotated[str, Meta(pattern=_CLASS)]
@@ -54,12 +56,14 @@ Value = bool | int | float | str
 Objectives = dict[str, float | str]
 # A host name, or an IPv4 or IPv6 address: it is written into commands and rules.
 _ADDRESS: Final = r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
+_URL: Final = r"https?://[^\s/]"
 # Flags for which the file has fields.
 _FIELDS: Final = {"host": "http", "model": "model", "model-tag": "model", "port": "http"}
 # Flags for HTTPS of an API server.
 _HTTPS: Final = r"^(--)?ssl[-_]"
 # No process can get these, and no file can hold them.
 _UNWRITABLE: Final = re.compile("[\0\ud800-\udfff]")
+_MERGE: Final = "tag:yaml.org,2002:merge"
 _FLAG: Final = r"^(--)?[A-Za-z][A-Za-z0-9_.+-]*$"
 Flags = dict[Annotated[str, Meta(pattern=_FLAG)], Value | list[Value] | dict[str, Any]]
 
@@ -123,8 +127,8 @@ class ModelPods(_Section, frozen=True):
 
     gpus: Annotated[int, Meta(ge=0, le=64)] | None = None
     nodes: Annotated[int, Meta(ge=1, le=64)] | None = None
-    cpu: Quantity | None = None
-    memory: Quantity | None = None
+    cpu: Cpus | None = None
+    memory: Bytes | None = None
 
 
 class Model(_Section, frozen=True):
@@ -216,7 +220,7 @@ class Kubernetes(_Section, frozen=True):
     etcd: Annotated[
         Literal[1, 3, 5] | list[str], Meta(description="Members of etcd, or HOST:PORT of members of yours.")
     ] = 3
-    storage: Annotated[Quantity, Meta(description="Size of a member's volume.")] = "8Gi"
+    storage: Annotated[Bytes, Meta(description="Size of a member's volume.")] = "8Gi"
     storage_class: Annotated[
         Class, Meta(description="Of a member's volume; empty: the cluster's default.")
     ] = ""
@@ -253,8 +257,8 @@ class Kubernetes(_Section, frozen=True):
     rdma: Annotated[
         Resource | Literal[""], Meta(description="Resource of an RDMA device, such as rdma/hca.")
     ] = ""
-    cpu: Annotated[Quantity, Meta(description="CPUs of an instance.")] = "4"
-    memory: Annotated[Quantity, Meta(description="Memory of an instance.")] = "32Gi"
+    cpu: Annotated[Cpus, Meta(description="CPUs of an instance.")] = "4"
+    memory: Annotated[Bytes, Meta(description="Memory of an instance.")] = "32Gi"
     models: Annotated[
         Name | Literal[""],
         Meta(description="PersistentVolumeClaim with models, mounted at /models in workers and front ends."),
@@ -370,7 +374,8 @@ _TYPES: Final = {
 _ANY_VALUE: Final = {"bool", "float", "int", "str"}
 _RULES: Final = {
     _NAME: "a name of 1 to 40 characters: a to z, 0 to 9, and - between them",
-    _QUANTITY: "a quantity of Kubernetes's, such as 500m or 32Gi",
+    _CPUS: "CPUs as Kubernetes has them, such as '4' or 500m",
+    _BYTES: "bytes as Kubernetes has them, such as 32Gi or 500M",
     _CLASS: "a name of Kubernetes's: a to z, 0 to 9, and . and - between them",
     _RESOURCE: "a resource of Kubernetes's, such as nvidia.com/gpu",
     _REGISTRY: "a registry's address, such as registry.example/llm",
@@ -411,6 +416,8 @@ def read_fleet(path: Path) -> Fleet:
     try:
         content: object = None
         content = _load(read_regular(path, _FILE_BYTES))
+        # An empty file is one without fields.
+        content = {} if content is None else content
         fleet = msgspec.convert(content, Fleet)
         _check(fleet)
     except OSError as error:
@@ -445,6 +452,11 @@ class _Loader(yaml.SafeLoader):
     """Refuse a key that is there twice, of which YAML's readers silently take the last, and characters that
     cannot be written."""
 
+    def __init__(self, stream: bytes) -> None:
+        """Read the text."""
+        super().__init__(stream)
+        self._flattened: set[yaml.Node] = set()
+
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """Return the text. Raise ConstructorError."""
         text = super().construct_scalar(node)
@@ -453,14 +465,19 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return text
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping. Raise ConstructorError."""
-        names: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for text, count in Counter(map(repr, names)).items():
-            if count > 1:
-                problem = f"{text[:100]} is there twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_mapping(node, deep)
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Take over the fields of merged mappings (<<). Raise ConstructorError."""
+        # Afterwards it has a field twice that it has in place of a merged one.
+        if node not in self._flattened:
+            self._flattened.add(node)
+            names = [
+                "<<" if key.tag == _MERGE else self.construct_object(key, deep=True) for key, _ in node.value
+            ]
+            for text, count in Counter(map(repr, names)).items():
+                if count > 1:
+                    problem = f"{text[:100]} is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        super().flatten_mapping(node)
 
 
 def _plain(problem: str, content: object) -> str:
@@ -572,6 +589,8 @@ def _check(fleet: Fleet) -> None:
         if len(set(names)) < len(names):
             raise FleetError(f"{field}: a host is there twice")
     own_etcd = fleet.kubernetes.etcd if isinstance(fleet.kubernetes.etcd, list) else []
+    if fleet.kubernetes.etcd == []:
+        raise FleetError("kubernetes.etcd: at least one HOST:PORT, or a number of members")
     for field, address in (
         *fleet.users,
         *(("etcd", each) for each in fleet.etcd if ":" in each),
@@ -582,12 +601,20 @@ def _check(fleet: Fleet) -> None:
         except MalformedAddress as error:
             hint = f": {error}" if str(error) else " is not HOST:PORT"
             raise FleetError(f"{field}: {shown(address)}{hint}") from error
+    for address in own_etcd:
+        if _only_here(parse_address(address)[0].lower()):
+            raise FleetError(f"kubernetes.etcd: {address} is each pod itself: name what pods reach etcd by")
     for at, each in enumerate(fleet.models):
+        if not each.model.strip() or each.model.startswith("-"):
+            raise FleetError(f"models[{at}].model: {shown(each.model)} is neither a folder nor a name")
         _check_flags(f"models[{at}]", each)
         _check_replicas(fleet, at, each)
     _check_models(fleet)
-    if fleet.traces not in ("monitor", "none") and not re.match(r"https?://[^\s/]", fleet.traces):
+    if fleet.traces not in ("monitor", "none") and not re.match(_URL, fleet.traces):
         raise FleetError(f"traces: {shown(fleet.traces)} is not monitor, none or http://HOST:PORT")
+    prometheus = fleet.kubernetes.prometheus
+    if not re.match(_URL, prometheus):
+        raise FleetError(f"kubernetes.prometheus: {shown(prometheus)} is not http://HOST:PORT")
     for _, address in fleet.users:
         open_to_all = exposed([address]) and not (fleet.keys or fleet.insecure_for("frontend"))
         if open_to_all and (fleet.http or not _asks_users(fleet)):
@@ -662,18 +689,21 @@ def _check_replicas(fleet: Fleet, at: int, model: Model) -> None:
         raise FleetError(f"{field}.replicas: a number from autoscale.min to autoscale.max")
     if any(other.model == model.model for other in fleet.models if other is not model):
         raise FleetError(
-            f"{field}.autoscale: another model has the same `model`, and the load is known by that: a link "
-            "to its folder gives it another name"
+            f"{field}.autoscale: another model has the same `model`, and instances are told apart by what is "
+            "in it: name a folder of another model, or leave autoscale out"
         )
 
 
 def _check_flags(field: str, model: Model) -> None:
-    for name in model.flags:
+    for name, value in model.flags.items():
         flag = name.lstrip("-").replace("_", "-")
         if flag == "help":
             raise FleetError(f"{field}.flags: {name}: is not a flag of a cluster")
         if flag in _FIELDS:
             raise FleetError(f"{field}.flags: {name}: {field}.{_FIELDS[flag]} says it")
+        names = value if isinstance(value, list) else [value]
+        if flag == "served-model-name" and not (names and all(str(each).strip() for each in names)):
+            raise FleetError(f"{field}.flags: {name}: a name is empty: give one, or leave the flag out")
     for name, value in model.flags.items():
         try:
             json.dumps(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -304,9 +304,13 @@ def _check_http(fleet: Fleet, name: str, http: str) -> None:
     if not known and is_ip(listen) and is_ip(host.address):
         raise FleetError(f"{field}: {listen} is no address of host {name}, which has {what}; 0.0.0.0 is any")
     behind = range(HTTP_PORT, HTTP_PORT + _FRONTENDS_MAX) if fleet.http else ()
-    own = port in behind or any(port - above in _OWN for above in (0, METRICS_ABOVE))
-    if own or port in (CLIENT_PORT, PEER_PORT):
-        raise FleetError(f"{field}: port {port} is one of Tailrace's own ports")
+    require_free(field, port, _OWN, (*behind, CLIENT_PORT, PEER_PORT))
+
+
+def require_free(field: str, port: int, services: Container[int], others: Container[int] = ()) -> None:
+    """Raise FleetError if a port for users is one of the services, of their metrics, or of the others."""
+    if port in others or any(port - above in services for above in (0, METRICS_ABOVE)):
+        raise FleetError(f"{field}: port {port} is one of Tailrace's own ports: choose another")
 
 
 def _service_of(fleet: Fleet, host: Host, name: str, installed: Installation) -> Callable[..., PartSpec]:

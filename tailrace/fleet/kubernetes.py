@@ -24,6 +24,7 @@ from tailrace.fleet.hosts import (
     PORTS,
     STREAM_PORT,
     for_edges,
+    require_free,
 )
 from tailrace.local.certificates import span_certificates
 from tailrace.local.options import Bounds, ClusterOptions, Engine, Front
@@ -38,7 +39,6 @@ from tailrace.local.plan import (
 )
 from tailrace.security.access import METHODS
 from tailrace.security.credentials import AUTHORITIES, CERTIFICATE, FOR_ETCD, KEY
-from tailrace.security.options import exposed
 from tailrace.security.roles import MEMBERS, Identity, Role, etcd_user, server_name
 from tailrace.service.etcd import CLIENT_PORT, PEER_PORT, Member, member_command
 
@@ -182,9 +182,10 @@ def require_possible(fleet: Fleet, options: ClusterOptions) -> None:
     for at, (model, each) in enumerate(zip(fleet.models, options.models, strict=True)):
         _require_model(fleet, f"models[{at}]", model, each)
     for field, http in fleet.users[:1]:
-        if not exposed([http]):
-            port = parse_address(http)[1]
-            raise FleetError(f"{field}: 0.0.0.0:{port}: {http} is reached by nobody else in a pod")
+        listen, port = parse_address(http)
+        if listen not in ("0.0.0.0", "::"):
+            raise FleetError(f"{field}: write 0.0.0.0:{port}: a pod cannot listen on {listen} for others")
+        require_free(field, port, [_ports_of(fleet)["edge" if fleet.http else "frontend"]])
     if not (fleet.tls or fleet.insecure):
         raise FleetError("tls: pods need tls: true (or insecure: true in a network of yours alone)")
     if own.scale_to and len(fleet.models) > 1:

@@ -79,6 +79,11 @@ class Parameter:
         return self.type.__name__
 
     @property
+    def is_time(self) -> bool:
+        """Return whether values may have a unit of time."""
+        return self.type is float and self.unit.split(" ")[0] == "s"
+
+    @property
     def allowed(self) -> str:
         """Describe the allowed values in words."""
         if self.choices:
@@ -127,7 +132,7 @@ class Parameter:
             if self.type is bool:
                 return value if isinstance(value, bool) else _BOOLEANS[str(value).lower()]
             if self.type is float and not isinstance(value, bool):
-                if isinstance(value, str) and self.unit.split(" ")[0] == "s":
+                if isinstance(value, str) and self.is_time:
                     value = in_seconds(value)
                 return float(value)
             if self.type is int and not isinstance(value, bool):
@@ -207,9 +212,12 @@ def parse_parameters(
         try:
             values[name] = parameter.parse(assigned[name])
         except ValueError as error:
+            unit = (
+                f" ({parameter.unit}{', such as 2s or 150ms' * parameter.is_time})" if parameter.unit else ""
+            )
             raise ParameterError(
                 f"{owner}, parameter {name!r}: {shown(format_value(assigned[name]))} is not allowed; "
-                f"it is {error}{f' ({parameter.unit})' if parameter.unit else ''}"
+                f"it is {error}{unit}"
             ) from error
     return values
 

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.cli.errors import UsageProblem
 from tailrace.cli.main import main
+from tailrace.cli.up import on_this_machine
 from tailrace.fleet.file import FleetError, Model, json_schema, read_fleet, to_yaml
 from tailrace.local.options import Bounds, OwnCluster
 from tests.fleet.files import MODEL, ONE_MACHINE, TWO_HOSTS, changed, read, write
@@ -62,6 +64,12 @@ from tests.waiting import WAIT_S
             "policy.parameters: policy 'pascal'",
         ),
         ("slo", {"ttft": "soon"}, "slo: slo, parameter 'ttft': 'soon' is not allowed"),
+        (
+            "slo",
+            {"ttft": "2x"},
+            "slo: slo, parameter 'ttft': '2x' is not allowed; it is a number of at least 0 (s, such as 2s or "
+            "150ms)",
+        ),
         ("slo", {"ttfb": 1}, "slo: slo has no parameter 'ttfb'"),
         ("cluster", "A B", "cluster: Expected a name of 1 to 40 characters"),
         ("environment", {"A B": "x"}, "environment: 'A B': Expected a variable's name"),
@@ -83,6 +91,22 @@ from tests.waiting import WAIT_S
         ("models.0.front", "x - at `$a[...]`", "models[0].front: 'x - at `$a[...]`' is none of auto, "),
         ("kubernetes", {"etcd": 2}, "kubernetes.etcd: 2 is none of 1, 3, 5"),
         ("kubernetes", {"gpu": "x"}, "kubernetes.gpu: Expected a resource of Kubernetes's, such as nvidia"),
+        ("kubernetes", {"etcd": []}, "kubernetes.etcd: at least one HOST:PORT"),
+        ("kubernetes", {"etcd": ["a:1", "localhost:2379"]}, "kubernetes.etcd: localhost:2379 is each pod"),
+        ("kubernetes", {"etcd": ["127.0.0.1:2379"]}, "kubernetes.etcd: 127.0.0.1:2379 is each pod itself"),
+        ("kubernetes", {"cpu": "4Gi"}, "kubernetes.cpu: Expected CPUs as Kubernetes has them"),
+        ("kubernetes", {"memory": "500m"}, "kubernetes.memory: Expected bytes as Kubernetes has them"),
+        ("kubernetes", {"storage": "1m"}, "kubernetes.storage: Expected bytes as Kubernetes has them"),
+        ("models.0.kubernetes", {"memory": "1m"}, "models[0].kubernetes.memory: Expected bytes"),
+        ("kubernetes", {"prometheus": "not a url"}, "kubernetes.prometheus: 'not a url' is not http://HOST"),
+        ("models.0.model", " ", "models[0].model: ' ' is neither a folder nor a name"),
+        ("models.0.model", "--help", "models[0].model: '--help' is neither a folder nor a name"),
+        (
+            "models.0.flags",
+            {"served-model-name": ""},
+            "models[0].flags: served-model-name: a name is empty",
+        ),
+        ("models.0.flags", {"served_model_name": []}, "models[0].flags: served_model_name: a name is empty"),
         ("policy", "pascal", "policy: Expected a mapping, got a text (write {name: pascal})"),
         ("hosts.b", "10.0.0.2", "hosts.b: Expected a mapping, got a text (write {address: 10.0.0.2})"),
         ("traces", "monitr", "traces: 'monitr' is not monitor, none or http://HOST:PORT"),
@@ -166,6 +190,35 @@ def test_the_number_at_the_start_is_that_of_replicas_or_the_least(tmp_path: Path
     assert scale is not None and scale.bounds == Bounds(0, 4, 90.0)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models: [&a {model: m, replicas: 1}, {<<: *a, replicas: 2}]",
+        "models: [{<<: [{replicas: 1}, {model: x}], model: m}, {model: m, replicas: 2}]",
+        # Merged before it is read itself.
+        "models: [{&x <<: &a {<<: {model: n, replicas: 1}, model: m}}, {<<: *a, replicas: 2}]",
+    ],
+)
+def test_mappings_are_merged(tmp_path: Path, text: str) -> None:
+    names = "flags: {served-model-name: [a]}"
+    models = yaml.safe_load(text)["models"]
+    assert [(each["model"], each["replicas"]) for each in models] == [("m", 1), ("m", 2)]
+    text = text.replace("replicas: 2}", f"replicas: 2, {names}}}")
+    fleet = read_fleet(write(tmp_path, f"{text}\nhttp: 127.0.0.1:1"))
+    assert [(each.model, each.replicas) for each in fleet.models] == [("m", 1), ("m", 2)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_link_is_no_other_model_to_scale(tmp_path: Path, number: int) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    models = [{"model": str(tmp_path / name), "replicas": 1} for name in ("m", "link")]
+    models[number]["autoscale"] = {"max": 2}
+    # Pods have the folders elsewhere: it is not said of these.
+    _, options = read(tmp_path, {"http": "127.0.0.1:1", "models": models})
+    with pytest.raises(UsageProblem, match=rf"models\[{number}\].autoscale: .* links to the same folder"):
+        on_this_machine(options, 1)
+
+
 def test_models_that_cannot_be_told_apart_are_not_scaled(tmp_path: Path) -> None:
     models = [
         {"model": "m", "flags": {"served-model-name": name}, "autoscale": {"max": 1}} for name in ("a", "b")
@@ -184,7 +237,9 @@ def test_models_that_cannot_be_told_apart_are_not_scaled(tmp_path: Path) -> None
         ),
         ("a: 1\n  b: [", "line 2, column 4: mapping values are not allowed here"),
         ("- a", "Expected a mapping, got a list"),
-        ("", "Expected a mapping, got nothing"),
+        ("", "missing required field models"),
+        ("models: [{<<: {model: m}, <<: {}}]", "'<<' is there twice"),
+        ("models: [{<<: {model: m, model: n}}]", "'model' is there twice"),
         ("models: []\nmodels: []\n", "'models' is there twice"),
         ("models: !!python/object:os.system []", "could not determine a constructor"),
         ("[" * 2000, "nested too deeply"),
