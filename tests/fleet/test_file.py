@@ -67,8 +67,8 @@ from tests.waiting import WAIT_S
         (
             "slo",
             {"ttft": "2x"},
-            "slo: slo, parameter 'ttft': '2x' is not allowed; it is a number of at least 0 (s, such as 2s or "
-            "150ms)",
+            "slo: slo, parameter 'ttft': '2x' is not allowed; it is a number from 0 to 1e+06 (s, such as "
+            "2s or 150ms)",
         ),
         ("slo", {"ttfb": 1}, "slo: slo has no parameter 'ttfb'"),
         ("cluster", "A B", "cluster: Expected a name of 1 to 40 characters"),
