@@ -210,7 +210,7 @@ def test_parameters_reach_policy_order_and_pools() -> None:
     [
         ("session", {"quantum_tokens": 7}, "policy 'session' has no parameter 'quantum_tokens'"),
         ("cascade", {"watermark": 0.1}, "policy 'cascade' has no parameter 'watermark'"),
-        ("ares", {"horizon_tokens": 10, "horizon_points": 20}, "20 points in 10 steps"),
+        ("ares", {"horizon_tokens": 10, "horizon_points": 20}, "horizon_points is 20"),
     ],
 )
 def test_invalid_parameters_are_errors(name: str, given: dict[str, int], message: str) -> None:
