@@ -14,7 +14,7 @@ MEMORY_BYTES: Final = 1 << 30
 """Address space of one grammar, besides that of the process. Schemas like these take 120 MiB."""
 STACK_BYTES: Final = 4 << 20
 """Half of what a worker's thread has, so that what compiles here does not overflow there."""
-CHECK_S: Final = 6.0 * CPU_S
+CHECK_S: Final = 12.0 * CPU_S
 """Longest check, for a machine whose CPUs are busy."""
 
 

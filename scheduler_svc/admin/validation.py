@@ -91,7 +91,8 @@ def check_slo(record: PolicyRecord, slo: Slo) -> None:
         load(record.name, parameters=record.parameters, slo=slo)
     except (UnknownPolicyError, UnusablePolicyError, ParameterError) as error:
         raise AdminError(
-            grpc.StatusCode.FAILED_PRECONDITION, f"slo: not for the policy in force: {error}"
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"slo: not for the policy in force: {error}; to change both, set policy least_loaded first",
         ) from error
 
 

@@ -144,7 +144,9 @@ def _print_groups(comparison: Comparison) -> None:
         outcomes = group.cells[0].outcomes
         source, seeds = outcomes[0].source, [outcome.scenario.options.seed for outcome in outcomes]
         if len(seeds) > 1:
-            source = source.replace(f"seed {seeds[0]}", f"seeds {seeds[0]} to {seeds[-1]}")
+            are_in_row = seeds[-1] - seeds[0] + 1 == len(seeds)
+            named = f"{seeds[0]} to {seeds[-1]}" if are_in_row else ", ".join(map(str, seeds))
+            source = source.replace(f"seed {seeds[0]}", f"seeds {named}")
         planned = len(comparison.plan.seeds)
         click.echo(f"{source}; {len(seeds)} of {planned} seeds" if len(seeds) < planned else source)
         table, left_out = group_table(group, console().width)

@@ -331,6 +331,8 @@ def report_option(function: F) -> F:
 
 def _check_writable(path: Path) -> None:
     """Raise OSError if the file cannot be written; leave it as it is."""
+    # Of a link to nothing yet, the link stays.
+    path = path.resolve()
     new = not path.exists()
     # Opening a pipe would wait for its reader.
     if new or path.is_file() or path.is_dir():

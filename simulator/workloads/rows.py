@@ -73,7 +73,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 def _first_undecodable(path: Path) -> int:
     """Return the number of the first line that is not UTF-8. Text is decoded in blocks, which have none."""
     number = 1
-    with open_regular(path) as lines, suppress(UnicodeDecodeError):
+    with suppress(UnicodeDecodeError, OSError), open_regular(path) as lines:
         for line in lines:
             line.decode()
             number += 1

@@ -186,7 +186,7 @@ def _check_links(options: ClusterOptions) -> None:
     for at, each in enumerate(options.models):
         if each.bounds is not None and folders.count(folders[at]) > 1:
             raise UsageProblem(
-                f"models[{at}].autoscale: {each.model} and another model are links to the same folder, and "
+                f"models[{at}].autoscale: {each.model} and another model name the same folder, and "
                 "instances are told apart by what is in it: name a folder of another model, or leave "
                 "autoscale out"
             )

@@ -75,8 +75,6 @@ class ModelKnown(msgspec.Struct, frozen=True):
 
     members: KnownMembers
     silent: frozenset[str]
-    # When the last report of any instance was applied; None: never.
-    heard_s: float | None
     where: list[RecordedWhere]
     # Open migrations by request: source, and target if known.
     migrating: dict[str, tuple[str, str | None]]
@@ -87,6 +85,8 @@ class ModelKnown(msgspec.Struct, frozen=True):
     # Tracked only for a policy that copies prefixes ahead of need; and its open copies.
     recent: RecentState | None = None
     copies: list[OpenCopy] = []
+    # When the last report of any instance was applied; None: never.
+    heard_s: float | None = None
 
 
 class Started(Event, frozen=True, tag="started"):

@@ -509,7 +509,6 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
         model = ModelKnown(
             members,
             self._silent,
-            self._heard_s,
             [RecordedWhere(name, w.instance_id, w.epoch, w.phase) for name, w in self._locations.items()],
             dict(self._migrating),
             [(order.instance_id, order.before, order.pool) for order in self._pool_orders.values()],
@@ -517,6 +516,7 @@ class ReportedCluster(ClusterModel[ReportedInstance]):
             [RecordedPlacement(at_s, name, list(names)) for at_s, name, names in self.cache.recent],
             None if recent is None else RecentState(recent.period_s, recent.arrivals),
             self.hot.copies,
+            self._heard_s,
         )
         follower = self.cache.follower
         instances = [known.state(follower.state(name)) for name, known in self._known.items()]

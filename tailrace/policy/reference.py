@@ -29,7 +29,8 @@ in the order `earliest_due` ([intra.md](intra.md) lists the orders), and `moves=
 moving requests.
 
 A policy and its parameters are set together: parameters that you omit revert to their defaults. "batch order"
-marks a parameter of the order inside each instance, which workers read from the same record.
+marks a parameter of the order inside each instance, which workers read from the same record. A number without
+an upper end is at most 1e12, an integer 2^53.
 
 ## Service-level objectives
 

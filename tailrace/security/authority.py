@@ -278,7 +278,7 @@ class _Signer:
         """Return the key. Raise AuthorityProblem if it is kept elsewhere."""
         if self.known_key is None:
             raise AuthorityProblem(
-                f"{self.path.with_suffix(_KEY)} is missing, and nothing can be signed without it: put it back"
+                f"{self.path.with_suffix(_KEY)} is missing: put it back to sign, or to retire an authority"
             )
         return self.known_key
 

@@ -375,7 +375,7 @@ async def test_body_that_vllm_cannot_handle_is_refused(body: bytes | str, reason
         r'{"pad": "' + "[" * 500 + r'\"[\\", "x": ["é", "\u00e9"]}',
         # Not strict JSON, but Python's parser takes it.
         r'{"temperature": NaN, "stop": "\u00e9"}',
-        f'{{"stop": ", {1 << 70}", "logit": {1.5e30:f}, "max": {(1 << 64) - 1}}}',
+        f'{{"stop": ", {1 << 70}", "tools": [{1 << 70}], "max": {(1 << 64) - 1}}}',
         # For vLLM to refuse.
         "{",
     ],
