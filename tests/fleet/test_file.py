@@ -215,7 +215,7 @@ def test_a_link_is_no_other_model_to_scale(tmp_path: Path, number: int) -> None:
     models[number]["autoscale"] = {"max": 2}
     # Pods have the folders elsewhere: it is not said of these.
     _, options = read(tmp_path, {"http": "127.0.0.1:1", "models": models})
-    with pytest.raises(UsageProblem, match=rf"models\[{number}\].autoscale: .* links to the same folder"):
+    with pytest.raises(UsageProblem, match=rf"models\[{number}\].autoscale: .* name the same folder"):
         on_this_machine(options, 1)
 
 
