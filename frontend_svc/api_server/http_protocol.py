@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
@@ -21,13 +20,11 @@ from frontend_svc.api_server.middleware import SINGLE_HEADERS, Message, Receive,
 from frontend_svc.api_server.request_limits import account_of_task
 from frontend_svc.api_server.spec import DEFAULT_CONNECTION_LIMITS, DEFAULT_MAX_HEADER_BYTES, ConnectionLimits
 from tailrace.service.openai_error import NO_WEB_SOCKETS, error_body
-from tailrace.telemetry.incidents import LimitedLog
+from tailrace.telemetry.incidents import loop_failed
 
 # A refused client may go on sending for so long, and so much, while it is to read the answer.
 _LINGER_S: Final = 1.0
 _DISCARD_BYTES: Final = 64 << 20
-
-_limited: Final = LimitedLog(logging.getLogger(__name__))
 
 
 class _OverBound(Exception):
@@ -225,8 +222,7 @@ def _outlasting(app: Any) -> Any:
         except Exception as error:
             if not is_whole:
                 raise
-            text = "".join(traceback.format_exception(error)).rstrip()
-            _limited.write(logging.ERROR, type(error).__name__, f"a request failed: {text}")
+            loop_failed("request", scope["path"], error)
 
     return call
 

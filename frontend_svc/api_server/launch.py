@@ -93,8 +93,6 @@ def python_launch(
 
 # Flags that take a list (nargs="+") in vLLM and concern an API server.
 _LISTS: Final = frozenset({"served_model_name", "api_key", "lora_modules"})
-
-
 _THREADS: Final = "TOKIO_WORKER_THREADS"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -107,7 +108,7 @@ def _record_load(file: Path, batches: Iterator[Sequence[bytes]]) -> None:
         # Now, and not when there is something to lose.
         try:
             if file.is_file() or not file.exists():
-                target = opened.enter_context(replacement(file, 0o644))
+                target = opened.enter_context(replacement(file, _new_file_mode()))
             else:
                 # A pipe or a device, which cannot be replaced.
                 target = opened.enter_context(file.open("wb"))
@@ -122,6 +123,12 @@ def _record_load(file: Path, batches: Iterator[Sequence[bytes]]) -> None:
     if ended:
         raise CliError(f"{file}: {len(rows)} requests{drawn}{ended}")
     note(f"{file}: {len(rows)} requests{drawn}")
+
+
+def _new_file_mode() -> int:
+    """Return the mode that a new file gets by this process's umask, which can be read only by setting it."""
+    os.umask(mask := os.umask(0))
+    return 0o666 & ~mask
 
 
 def _load_of(batches: Iterator[Sequence[bytes]]) -> tuple[RecordedLoad, str]:

@@ -51,17 +51,16 @@ class LimitedLog:
         """Log a message of this kind at a level of `logging`, or count it."""
         now_s = self._clock()
         known = self._kinds.get(kind)
-        if known is not None and now_s - known.began_s < self._interval_s:
-            if known.logged >= self._burst:
-                known.left_out += 1
-                return
+        if known is None or now_s - known.began_s >= self._interval_s:
+            self._kinds[kind] = _Kind(now_s)
+            if known is not None and known.left_out:
+                seconds = now_s - known.began_s
+                message = f"{message} (and {known.left_out} more such messages in the last {seconds:.0f} s)"
+        elif known.logged < self._burst:
             known.logged += 1
-            self._log.log(level, "%s", message)
+        else:
+            known.left_out += 1
             return
-        self._kinds[kind] = _Kind(now_s)
-        if known is not None and known.left_out:
-            seconds = now_s - known.began_s
-            message = f"{message} (and {known.left_out} more such messages in the last {seconds:.0f} s)"
         self._log.log(level, "%s", message)
 
 

@@ -44,8 +44,8 @@ _LONE_SURROGATE: Final = "has a lone surrogate (half of a UTF-16 pair), which is
 # Perhaps an integer that MessagePack has no type for, which has those of _INTEGERS.
 _MANY_DIGITS: Final = re.compile(rb"[\s:\[,](?:\d{20}|-\d{19})")
 _INTEGERS: Final = range(-(1 << 63), 1 << 64)
-# What the engine gets as text, if at all.
-_TEXTS: Final = ("messages", "input", "documents", "tools", "response_format", "structured_outputs", "chat_")
+# Beginnings of fields whose numbers vLLM turns into text; those of other schemas it sends as they are.
+_AS_TEXT: Final = ("messages[", "tools[")
 # A field's name in an error message.
 _SHOWN_MAX: Final = 60
 
@@ -200,7 +200,7 @@ def _lone_surrogate(body: bytes) -> str:
 def _long_integer(body: bytes) -> str:
     """Return the first field that is one of more than 64 bits; empty if none is, or the body is not JSON."""
     numbers = (path for path, value in _scalars(body) if isinstance(value, int) and value not in _INTEGERS)
-    return next((path for path in numbers if not path.startswith(_TEXTS)), "")
+    return next((path for path in numbers if not path.startswith(_AS_TEXT)), "")
 
 
 def _scalars(body: bytes) -> Iterator[tuple[str, object]]:

@@ -123,7 +123,7 @@ async def test_a_failed_request_leaves_its_connection_to_the_next_one(
         assert (await connection.response())[0] == 500
         connection.send(GET + b"\r\n")
         assert await connection.response() == (200, {"size": 0})
-    assert "a request failed: " in caplog.text and "ZeroDivisionError" in caplog.text
+    assert "request (/fails) failed; it goes on: " in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
@@ -358,8 +358,25 @@ def nested(levels: int) -> str:
         ('{"stop": "' + r"\ud800" * 50_000 + '"}', "has a lone surrogate"),
         (f'{{"top_k": {1 << 64}}}', "top_k is an integer of more than 64 bits"),
         (f'{{"a": [{{"b":-{(1 << 63) + 1}}}]}}', "a[0].b is an integer of more than 64 bits"),
+        (
+            f'{{"response_format": {{"a": {1 << 64}}}}}',
+            "response_format.a is an integer of more than 64 bits",
+        ),
     ],
-    ids=["deep", "deeper", "surrogate", "key", "text", "raw", "utf-16", "mark", "large", "65 bits", "below"],
+    ids=[
+        "deep",
+        "deeper",
+        "surrogate",
+        "key",
+        "text",
+        "raw",
+        "utf-16",
+        "mark",
+        "large",
+        "65 bits",
+        "below",
+        "schema",
+    ],
 )
 async def test_body_that_vllm_cannot_handle_is_refused(body: bytes | str, reason: str) -> None:
     reply = await ask(body)
